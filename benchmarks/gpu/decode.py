@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.batches import BLOCK, blocks_for, chains
+from benchmarks.gpu.batches import blocks_for, chains
 from benchmarks.gpu.bounds import bound, mean_context
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.result import Result, Row
@@ -28,6 +28,7 @@ from megatron_tlt.config.rollout import KV_BLOCK, RolloutSection
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.models.decoders.factory import sample_kernel
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.types import SamplingParams
@@ -36,14 +37,15 @@ from megatron_tlt.types import SamplingParams
 def open_engine(
     check: Check, policy: Any, batch: int, context: int, given: SavedDrafter | None = None, **speculation: Any
 ) -> EmbeddedBackend:
-    """An engine whose decoding and verifying steps go through a graph pool, without graphs on a CPU."""
+    """An engine whose decoding and verifying steps go through a graph pool, without graphs on a CPU. Its cache has room
+    for `batch` sequences of `context` tokens, with their drafter's, if half of the free memory has.
+    """
     rollout = RolloutSection.model_validate(
         {
             "dtype": check.dtype_name,
             "kernels": "auto" if check.is_cuda else "torch",
             "max_running_requests": batch,
             "max_batched_tokens": max(8192, batch * context),  # all prompts in one step, which is not timed
-            "kv_cache_mib": _cache_mib(check, batch, context) if check.is_cuda else 64,
             "speculation": speculation,
         }
     )
@@ -58,11 +60,11 @@ def open_engine(
     return backend
 
 
-def _cache_mib(check: Check, batch: int, context: int) -> int:
-    """Room for every sequence at full length, and a quarter more for pages of hidden states and forks."""
-    c = check.shape()
-    token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * check.dtype.itemsize
-    return 64 + batch * (context + BLOCK) * token * 5 // 4 // 2**20
+def require_running(engine: Engine, batch: int) -> None:
+    """Raises RuntimeError where not all requests of a batch decode: their figures would be another batch's."""
+    if engine.num_running != batch:
+        cache = f"the KV cache has {engine.runner.kv.num_blocks} blocks of {KV_BLOCK} tokens"
+        raise RuntimeError(f"{engine.num_running} of {batch} requests run: {cache}")
 
 
 def pool_of(backend: EmbeddedBackend) -> GraphPool:
@@ -75,7 +77,7 @@ def pool_of(backend: EmbeddedBackend) -> GraphPool:
 def run(check: Check, found: Result) -> None:
     """All batch sizes, the smallest first."""
     batches = [1, 4] if check.smoke else [1, 8, 32, 128]
-    prompt, tokens, repeats = (8, 8, 2) if check.smoke else (128, 256, 3)
+    prompt, tokens, repeats = (8, 16, 2) if check.smoke else (128, 256, 3)
     peaks, config = check.peaks(), check.shape()
     backend = open_engine(check, check.random_policy(), max(batches), prompt + tokens)
     for batch in batches:
@@ -103,7 +105,8 @@ def measure(check: Check, backend: EmbeddedBackend, batch: int, prompt: int, tok
         engine.step()  # prefill and first tokens
         check.synchronize()
         started = time.perf_counter()
-        finished = []
+        finished = engine.step()
+        require_running(engine, batch)
         while not engine.is_idle:
             finished += engine.step()
         seconds.append(time.perf_counter() - started)

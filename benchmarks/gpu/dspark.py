@@ -11,7 +11,7 @@ import statistics
 import numpy as np
 
 from benchmarks.gpu.check import Check, random_weights
-from benchmarks.gpu.decode import open_engine
+from benchmarks.gpu.decode import open_engine, require_running
 from benchmarks.gpu.result import Result
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.block_drafters import BlockShape, markov_rank
@@ -62,6 +62,7 @@ def measure(check: Check, backend: EmbeddedBackend, batch: int, behind: int) -> 
         engine.add(prompt, SamplingParams(max_tokens=8 * STEPS, ignore_eos=True), at)
     for _ in range(3):
         engine.step()  # prefill, first draft, captures
+    require_running(engine, batch)
     source.propose = timed  # type: ignore[method-assign, assignment]
     steps = check.seconds(engine.step, repeats=STEPS, warm_up=0)
     source.propose = usual  # type: ignore[method-assign]

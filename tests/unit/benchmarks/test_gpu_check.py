@@ -7,9 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
+from benchmarks.gpu import dspark
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.decode import open_engine
 from benchmarks.gpu.engines import cache_mib
+from megatron_tlt.config.rollout import KV_BLOCK
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import forking_python
 
 
@@ -41,6 +47,17 @@ def test_an_engine_fits_where_little_is_free(gib: int):
     free = (gib << 30) - (1 << 29)
     assert (cache_mib(free) << 20) + (3 * 2**30) < free
     assert gib < 40 or cache_mib(free) == 16384
+
+
+def test_figures_of_a_batch_are_of_all_its_rows(tmp_path: Path):
+    """The engine counts its drafter's states, too, when it sizes its cache; fewer rows than asked for are an error."""
+    check = Check(torch.device("cpu"), True, gpu_check.RECIPE, tmp_path)
+    policy, how = check.random_policy(), {"drafter": "dspark", "selector": "fixed", "draft_len": 4}
+    backend = open_engine(check, policy, 8, 128, dspark.drafter(ModelConfig.from_hf(policy)), **how)
+    assert backend.engine.runner.kv.num_blocks == 8 * 128 // KV_BLOCK + 1
+    backend.engine.scheduler.blocks.allocate(4 * 128 // KV_BLOCK)
+    with pytest.raises(RuntimeError, match="of 8 requests run"):
+        dspark.measure(check, backend, 8, 60)
 
 
 def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(
