@@ -83,7 +83,8 @@ def check_gpu() -> Finding:
         return Finding("GPU", "ok", f"{len(lines)} x {lines[0]}")
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return Finding("GPU", "absent", "none: everything runs on the CPU")
-    hint = "install NVIDIA's driver, load its module (modprobe nvidia), or give the container the GPUs (--gpus all)"
+    hint = "install NVIDIA's driver, load its module (modprobe nvidia), or give the container (--gpus all) or the job "
+    hint += "(--gpus-per-node) its GPUs"
     return Finding("GPU", "FAILED", f"nvidia-smi: {lines[-1]}", hint)
 
 

@@ -15,7 +15,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HIDDEN = "", "-1"  # its values by which users hide all GPUs
 _UNSEEN_GPU = (
     "distributed.device = 'auto': this machine has a GPU that torch does not see. Its driver may be too old (CUDA 13.0 "
-    "needs 580), or this torch is a CPU build: `megatron-tlt doctor` tells. With 'cpu' the run is on CPUs"
+    "needs 580), this torch may be a CPU build (`megatron-tlt doctor` tells), or the job asked for no GPU "
+    "(--gpus-per-node under Slurm). With 'cpu' the run is on CPUs"
 )
 
 
