@@ -63,7 +63,7 @@ def refuse_shared_gpus(hosts: Sequence[str], gpus: Sequence[str | None]) -> None
             named = ", ".join(map(str, ranks[:8])) + (" .." if len(ranks) > 8 else "")
             raise DistributedError(
                 f"ranks {named} on {host} see {count} GPU(s) in all, and each rank needs one of its own: start {count} "
-                f"there (-n {count}), let them see more, or take CPUs (distributed.device=cpu)"
+                f"there (-n {count}), let them see more, or take CPUs (distributed.device=cpu, CUDA_VISIBLE_DEVICES='')"
             )
 
 
