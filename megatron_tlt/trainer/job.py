@@ -142,10 +142,12 @@ class Job(ABC):
                 self.save()
             else:
                 self.checkpoints.wait()
-        then = f"saved after step {self.done}, the next start goes on there" if unsaved is None else unsaved
+        # Another value begins anew, or at the checkpoint that it names, and the first save then removes later ones.
+        needs = "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+        then = unsaved or f"saved after step {self.done}, the next start goes on there{needs}"
         self.note(f"{self.shutdown.reason()}: {reason}; {then}")
         ended = f"ended by a signal after step {self.done} of {self.num_steps}"
-        self.world.ends_early(unsaved is None, f"{ended}; {unsaved or 'saved, the same command goes on'}")
+        self.world.ends_early(unsaved is None, f"{ended}; {unsaved or f'saved, the same command goes on{needs}'}")
 
     def close(self) -> None:
         """Frees its parts; the checkpoints last, for from there on another job may use their directory."""

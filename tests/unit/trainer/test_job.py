@@ -63,8 +63,9 @@ class Signals:
 class Counting(Job):
     name = "count"
 
-    def __init__(self, folder: Path, kept: Kept, shutdown: Signals, good: bool = True):
-        self.config = build_config({"model": {"path": "m"}}, [f"train.run_dir={folder}"], Config)
+    def __init__(self, folder: Path, kept: Kept, shutdown: Signals, good: bool = True, resume: str = "auto"):
+        given = [f"train.run_dir={folder}", f"checkpoint.resume={resume}"]
+        self.config = build_config({"model": {"path": "m"}}, given, Config)
         ends = self.ended = []
         self.world = SimpleNamespace(is_main=True, enter=lambda *_: None, accept=lambda: None, barrier=lambda: None,
                                      ends_early=lambda *end: ends.append(end))  # fmt: skip
@@ -108,6 +109,15 @@ def test_a_signal_saves_the_last_finished_step_and_the_next_start_goes_on(signal
     assert not resumed.run() and resumed.finished and resumed.shutdown.steps == 1
     resumed.close()
     assert not resumed.checkpoints.is_open
+
+
+def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
+    job = Counting(tmp_path, Kept(), Signals(after=3), resume="never")
+    assert job.run()
+    needed = "the next start goes on there with checkpoint.resume=auto"
+    assert f"; saved after step 3, {needed}\n" in capsys.readouterr().out
+    goes_on = "saved, the same command goes on with checkpoint.resume=auto"
+    assert job.ended == [(True, f"ended by a signal after step 3 of 4; {goes_on}")]
 
 
 def test_after_the_last_step_a_signal_changes_nothing(tmp_path):
