@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, TrainingError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -19,7 +19,7 @@ class Kept:
     """A `CheckpointManager` that keeps one state in memory; a save is due every two steps."""
 
     def __init__(self, state: dict[str, Any] | None = None):
-        self.state, self.is_open = state, True
+        self.state, self.is_open, self.is_waited_for = state, True, False
 
     def load_latest(self) -> dict[str, Any] | None:
         return self.state
@@ -32,7 +32,7 @@ class Kept:
         self.state = state()
 
     def wait(self) -> None:
-        pass
+        self.is_waited_for = True
 
     def close(self) -> None:
         self.is_open = False
@@ -130,3 +130,15 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
     assert job.run() and job.checkpoints.state is None
     assert "count SIGTERM: the step is done; not good" in capsys.readouterr().out
     assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
+
+
+def test_training_that_cannot_go_on_ends_once_the_save_under_way_is_done(tmp_path):
+    class Lost(Counting):
+        def save_if_due(self) -> None:
+            super().save_if_due()
+            raise TrainingError("no group has a gradient")
+
+    job = Lost(tmp_path, Kept(), Signals())
+    with pytest.raises(TrainingError):
+        job.run()
+    assert job.checkpoints.is_waited_for and not job.finished
