@@ -20,7 +20,7 @@ from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, dtype_name
 from megatron_tlt.checkpoint.convert.to_hf import config_beside
 from megatron_tlt.errors import CheckpointError, ConfigError, no_such_file, shortened
-from megatron_tlt.models.hf.config import ARCHITECTURES, ModelConfig
+from megatron_tlt.models.hf.config import ARCHITECTURES, ModelConfig, RopeScaling
 from megatron_tlt.models.hf.files import INDEX, SINGLE
 
 _BLOCK = 1 << 22  # numbers compared at once: bounds the fp64 copies
@@ -42,6 +42,11 @@ class Opened:
     def has_weights(self) -> bool:
         """Whether it holds the model's weights; else adapters alone, and `read_slot` reads nothing."""
         return not _has_adapters(self.manifest)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Shape and constants of the model; of an older manifest the shape alone."""
+        return model_record(self.config) if self.manifest is None else self.manifest.model
 
     @property
     def step(self) -> int | None:
@@ -118,11 +123,13 @@ def _open_hf(root: Path) -> Opened:
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
-    """Enough of the model to name its tensors (not to run it: no rope, no epsilon). Raises ConfigError."""
+    """Enough of the model to name its tensors; an older record has no rope and no epsilon. Raises ConfigError."""
     record: dict[str, Any] = dict(manifest.model)
     family = record.get("family")
     if family not in ARCHITECTURES.values():
         raise ConfigError.of("family", family, f"must be one of {', '.join(ARCHITECTURES.values())}")
+    if record.get("rope_scaling") is not None:
+        record["rope_scaling"] = RopeScaling(**record["rope_scaling"])
     record["moe_layers"] = tuple(record.get("moe_layers", ()))
     bias, norm = ("qwen2", "qwen2_moe"), ("qwen3", "qwen3_moe")
     return ModelConfig(**record, qkv_bias=family in bias, qk_norm=family in norm)
@@ -170,7 +177,7 @@ def check_same_model(a: Opened, b: Opened) -> None:
         if not opened.has_weights:
             hint = "compare what megatron-tlt export writes, which merges them"
             raise CheckpointError(f"{opened.directory} holds adapters and no weights: {hint}")
-    if wrong := model_differences(model_record(a.config), model_record(b.config)):
+    if wrong := model_differences(a.record, b.record):
         text = shortened(wrong, separator="; ")
         raise CheckpointError(f"{a.directory} and {b.directory} are of different models: {text}")
 

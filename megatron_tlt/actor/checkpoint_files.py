@@ -28,6 +28,7 @@ from megatron_tlt.observe.files import sync, write_atomically
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _FORMAT = 1
+_CONSTANTS = ("rope_theta", "rope_scaling", "rms_norm_eps")  # of a model; records of before lack them
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = ".old.tmp"  # of the name of a checkpoint while its step is saved again
 
@@ -72,10 +73,11 @@ class Manifest:
 
 
 def model_record(config: ModelConfig) -> dict[str, Any]:
-    """The shape of the model as the manifest keeps it."""
+    """Shape and constants of the model as the manifest keeps them."""
     names = ["family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
     names += ["intermediate_size", "tie_word_embeddings", *(MOE_FIELDS if config.num_experts else ())]
-    record = {name: getattr(config, name) for name in names}
+    record = {name: getattr(config, name) for name in (*names, *_CONSTANTS)}
+    record["rope_scaling"] = config.rope_scaling and asdict(config.rope_scaling)
     return {name: list(v) if isinstance(v, tuple) else v for name, v in record.items()}  # as JSON has them
 
 
@@ -95,7 +97,8 @@ def training_record(actor: ActorSection, optimizer: str, shards_optimizer: bool,
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Differences between two records (`model_record`), for messages."""
-    wrong = [(name, value) for name, value in wanted.items() if not _agree(name, found.get(name), value)]
+    both = [(n, value) for n, value in wanted.items() if n in found or n not in _CONSTANTS]
+    wrong = [(name, value) for name, value in both if not _agree(name, found.get(name), value)]
     return [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wrong]
 
 

@@ -82,7 +82,7 @@ def resume_problems(
     if is_sft != (config.records is not None):
         origin = "`sft`: its result is what a run starts from" if is_sft else "an RL run, not of `sft`"
         return [ConfigProblem("checkpoint.resume", resume, f"the checkpoint of step {found.step} is of {origin}")]
-    wrong = files.model_differences({**found.model, **found.training}, wanted)
+    wrong = [*files.model_differences({**found.model, **found.training}, wanted), *_other_schedule(config, found)]
     if wrong := wrong or _other_drafter(config, shape, directory):
         allowed = (
             f"the checkpoint of step {found.step} does not fit this run: {'; '.join(wrong)} "
@@ -93,6 +93,19 @@ def resume_problems(
         allowed = f"must be at least {found.step}, the checkpoint's step"
         problems.append(ConfigProblem("sft.num_steps", config.records.num_steps, allowed))
     return problems
+
+
+def _other_schedule(config: TrainingConfig, found: files.Manifest) -> list[str]:
+    """A number of updates a step, other than the checkpoint's, with which a decaying learning rate would be elsewhere:
+    the position on its schedule is a count of updates, its length that of all steps.
+    """
+    if config.rl is None or config.optimizer.schedule == "constant":
+        return []
+    there, own = found.extra.get("mini_batches"), config.rl.algorithm.mini_batches
+    if there in (None, own):  # None: a record of before
+        return []
+    counted = f"optimizer.schedule = {config.optimizer.schedule} counts updates"
+    return [f"algorithm.mini_batches is {there}, not {own}, and {counted}"]
 
 
 def _other_drafter(config: TrainingConfig, shape: ModelConfig, checkpoint: Path) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import argparse
@@ -51,6 +54,7 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     """
     from megatron_tlt.checkpoint.export import write_adapter, write_run
     from megatron_tlt.checkpoint.resume import find_checkpoint
+    from megatron_tlt.trainer.run_record import other_model
 
     # One rank looks; all write their share, below a directory that all must see.
     wanted = args.out, args.overwrite, args.adapter
@@ -69,6 +73,8 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     found = find_checkpoint(world, checkpoints, config.checkpoint.resume)
     if found is None:
         raise CheckpointError(f"no checkpoint in {checkpoints}")
+    for warning in other_model(config, found.parent.parent) if world.is_main else []:
+        _log.warning(warning)
     world.enter("export")
     dtype = args.dtype or config.actor.dtype
     if args.adapter and lora is not None:

@@ -174,8 +174,14 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
 
 def with_names(config: RootT) -> RootT:
     """The inverse of `on_this_machine`, with commits: OWNER/NAME@COMMIT for every directory in a hub's cache."""
-    found = {place.field: _SNAPSHOT.search(place.value) for place in places(config) if place.mark.content}
-    return _with_values(config, {field: f"{m[1]}/{m[2]}@{m[3]}" for field, m in found.items() if m})
+    found = {place.field: hub_name(place.value) for place in places(config) if place.mark.content}
+    return _with_values(config, {field: "@".join(named) for field, named in found.items() if named is not None})
+
+
+def hub_name(directory: str) -> tuple[str, str] | None:
+    """OWNER/NAME and commit of a directory in a hub's cache; None for any other."""
+    found = _SNAPSHOT.search(directory)
+    return (f"{found[1]}/{found[2]}", found[3]) if found is not None else None
 
 
 def _recorded(config: TrainingConfig, state_dir: Path | None, as_named: bool = False) -> dict[str, str]:

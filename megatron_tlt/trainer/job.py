@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError, ConfigError, TrainingError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.run_record import write_config
 
@@ -115,6 +115,10 @@ class Job(ABC):
             if not self.is_complete():
                 self._leave(reason)
                 return True
+        except TrainingError:  # of every rank alike: the save under way would end with the process
+            with self.phase("checkpoint"):
+                self.checkpoints.wait()
+            raise
         finally:
             if self.progress is not None:
                 self.progress.close()
@@ -142,10 +146,12 @@ class Job(ABC):
                 self.save()
             else:
                 self.checkpoints.wait()
-        then = f"saved after step {self.done}, the next start goes on there" if unsaved is None else unsaved
+        # Another value begins anew, or at the checkpoint that it names, and the first save then removes later ones.
+        needs = "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+        then = unsaved or f"saved after step {self.done}, the next start goes on there{needs}"
         self.note(f"{self.shutdown.reason()}: {reason}; {then}")
         ended = f"ended by a signal after step {self.done} of {self.num_steps}"
-        self.world.ends_early(unsaved is None, f"{ended}; {unsaved or 'saved, the same command goes on'}")
+        self.world.ends_early(unsaved is None, f"{ended}; {unsaved or f'saved, the same command goes on{needs}'}")
 
     def close(self) -> None:
         """Frees its parts; the checkpoints last, for from there on another job may use their directory."""

@@ -169,7 +169,8 @@ class RLTrainer(Job):
         self.recovery.load(state)
 
     def state_dict(self) -> State:
-        return self.recovery.state_dict()
+        # Beside the state: the position on the learning-rate schedule is a count of mini-batches.
+        return {**self.recovery.state_dict(), "mini_batches": self.config.algorithm.mini_batches}
 
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again

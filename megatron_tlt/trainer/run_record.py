@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.hub import with_names
+from megatron_tlt.models.hf.peft import is_same_model
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.workers.user_code import code_digest, source_of
@@ -33,6 +34,26 @@ def write_config(config: TrainingConfig, directory: Path) -> list[str]:
         changed = []
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
     return [f"{f} (or a .py file beside it)" if f.startswith("code.") else f for f in changed]
+
+
+def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
+    """Warnings of a model and a tokenizer that are not those of the run whose record is in `run_dir`.
+
+    Their last words are compared: a directory may have moved since, which is why none is refused.
+    """
+    try:
+        record = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["model"]
+        path, tokenizer = str(record["path"]), str(record.get("tokenizer") or record["path"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # none, or of another program
+        return []
+    own = with_names(config).model
+    pairs = {(path, own.path): "model.path"}
+    pairs.setdefault((tokenizer, own.tokenizer_path), "model.tokenizer")
+    return [
+        f"{field} = {mine}: config.json of the run has {its}; the files of the former go along with the weights"
+        for (its, mine), field in pairs.items()
+        if not is_same_model(its, mine)
+    ]
 
 
 def _changed(before: Any, now: Any, field: str) -> list[str]:

@@ -105,7 +105,9 @@ class GroupSampler:
                 everywhere = self.queues.world.all_gather_object(mine)
                 ids = sorted(prompt_id for of_rank, _, _ in everywhere for prompt_id in of_rank)
                 dropped = sum((of_rank for *_, of_rank in everywhere), dropped)
-                _check_judged([judged for _, judged, _ in everywhere], step)
+                if why := _unjudged([judged for _, judged, _ in everywhere]):
+                    self.recovery.checkpoints.wait()  # every rank: the save under way would end with the process
+                    raise RewardError(f"step {step}: {why}")
             if failures is not None:
                 _log.warning(failures)
             if len(ids) >= num_prompts:
@@ -219,9 +221,9 @@ def _forget_experts(groups: Sequence[SampleGroup]) -> None:
             sample.routed_experts = None
 
 
-def _check_judged(everywhere: Sequence[tuple[int, str | None]], step: int) -> None:
-    """Raises RewardError on every rank if no response of any rank was judged: such an update would learn nothing."""
+def _unjudged(everywhere: Sequence[tuple[int, str | None]]) -> str | None:
+    """Why no response of any rank was judged, so that an update would learn nothing; None where one was."""
     why = next((why for _, why in everywhere if why is not None), None)
-    if why is not None and not any(judged for judged, _ in everywhere):
-        what = "the reward functions failed on every response of this rollout"
-        raise RewardError(f"step {step}: {what}; one of them: {why}")
+    if why is None or any(judged for judged, _ in everywhere):
+        return None
+    return f"the reward functions failed on every response of this rollout; one of them: {why}"

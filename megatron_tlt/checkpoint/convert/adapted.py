@@ -16,6 +16,7 @@ from megatron_tlt.actor.hf_names import Slot, adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
+from megatron_tlt.data.hub import hub_name
 from megatron_tlt.errors import CheckpointError, shortened
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
@@ -99,5 +100,6 @@ class AdaptedReader:
             parts = whole if len(stored) > 1 else (whole.reshape(whole.shape[-2:]),)
             tensors |= {key: part.contiguous() for key, part in zip(stored, parts, strict=True)}
         write_tensors(out / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
-        described = adapter_config(self.lora, config, self._factors, self.model.path)
+        base, revision = hub_name(self.model.path) or (self.model.path, None)  # for other machines
+        described = adapter_config(self.lora, config, self._factors, base, revision)
         (out / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

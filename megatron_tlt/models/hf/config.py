@@ -327,10 +327,13 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 
 def _unsupported(hf: Mapping[str, Any], family: Family) -> Iterator[ConfigProblem]:
     has_bias = not family.startswith("qwen2") and hf.get("attention_bias")
+    dense = _DENSE.get(family, family)
+    computed = {"qkv_bias": dense == "qwen2", "use_qk_norm": dense == "qwen3"}
     has_kinds = not {"full_attention", "sliding_attention"}.issuperset(hf.get("layer_types") or ())
     for field, is_refused, allowed in (
         ("hidden_act", hf.get("hidden_act", "silu") not in ("silu", "swish"), "must be 'silu'"),
         ("attention_bias", has_bias, f"must be false for {family}"),
+        *((n, hf.get(n) not in (None, c), f"must be {str(c).lower()} for {family}") for n, c in computed.items()),
         ("mlp_bias", hf.get("mlp_bias"), "must be false"),
         ("quantization_config", hf.get("quantization_config"), "only fp32, fp16 or bf16 weights are supported"),
         ("layer_types", has_kinds, "only full_attention layers are computed"),

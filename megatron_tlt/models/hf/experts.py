@@ -124,8 +124,6 @@ def moe_problems(hf: Mapping[str, Any], family: str) -> Iterator[ConfigProblem]:
     experts, chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
     if not wrong & {"num_experts", "num_experts_per_tok"} and chosen > experts:
         yield ConfigProblem("num_experts_per_tok", chosen, f"must be at most num_experts ({experts})")
-    if family == "qwen2_moe" and hf.get("qkv_bias", True) is not True:
-        yield ConfigProblem("qkv_bias", hf["qkv_bias"], "must be true for qwen2_moe")
     yield from _layer_problems(hf)
 
 

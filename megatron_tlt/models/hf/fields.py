@@ -18,10 +18,11 @@ from typing import Any
 
 from megatron_tlt.errors import ConfigProblem
 
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias",
+          "use_qk_norm")  # fmt: skip
 _COUNTS = ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")
 _OBJECTS = ("rope_scaling", "rope_parameters")
-_MAY_BE_NULL = ("sliding_window", "bos_token_id", "pad_token_id", *_OBJECTS, "layer_types")
+_MAY_BE_NULL = ("use_qk_norm", "sliding_window", "bos_token_id", "pad_token_id", *_OBJECTS, "layer_types")
 # The others that `ModelConfig` reads; it checks their values itself.
 _READ_ELSEWHERE = """
     architectures model_type vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size

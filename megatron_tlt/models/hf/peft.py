@@ -63,14 +63,15 @@ def stored_factors(config: ModelConfig, name: str) -> tuple[str, ...]:
 
 
 def adapter_config(
-    lora: LoraSection, config: ModelConfig, names: Mapping[str, Any], base: str
+    lora: LoraSection, config: ModelConfig, names: Mapping[str, Any], base: str, revision: str | None = None
 ) -> dict[str, Any]:
-    """The content of adapter_config.json for the factors `names` of the model `base`."""
+    """The content of adapter_config.json for the factors `names` of the model `base`, on a hub with its `revision`."""
     modules = {stored.rsplit(".", 3)[1] for name in names for stored in stored_factors(config, name)}
     return {
         **_PLAIN,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
@@ -131,12 +132,12 @@ def adapter_warning(lora: LoraSection | None, model: str) -> str | None:
         base = read_object(Path(lora.adapter_path) / ADAPTER_CONFIG).get("base_model_name_or_path")
     except CheckpointError:
         return None
-    if not isinstance(base, str) or not base or _is_same_model(base, model):
+    if not isinstance(base, str) or not base or is_same_model(base, model):
         return None
     return f"actor.lora.adapter_path: {ADAPTER_CONFIG} says that the adapters are of {base}; model.path is {model}"
 
 
-def _is_same_model(base: str, model: str) -> bool:
+def is_same_model(base: str, model: str) -> bool:
     """Whether two names or paths may mean one model: the same place, or the same last word."""
     if os.path.exists(base) and os.path.exists(model) and os.path.samefile(base, model):
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,10 @@ import pytest
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.hf.config import RopeScaling
+from tests.helpers.tiny_models import TINY
 
+SCALING = RopeScaling(8.0, 1.0, 4.0, 8192)
 RECORDS = {"family": "qwen3"}, {"dtype": "fp32"}  # of model and training
 
 
@@ -45,6 +50,17 @@ def test_keep_last_k_also_removes_leftovers_and_an_abandoned_future(tmp_path: Pa
     published(tmp_path, 4, keep=2)
     assert [path.name for path in files.complete_steps(tmp_path)] == ["step-000004", "step-000003"]
     assert not (tmp_path / "step-000008.tmp").exists()
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 5e5}, {"rms_norm_eps": 1e-5}, {"rope_scaling": SCALING}])
+def test_models_of_one_shape_and_other_constants_differ(change: dict) -> None:
+    other = replace(TINY, **change)
+    found, wanted = json.loads(json.dumps(files.model_record(TINY))), files.model_record(other)
+    (text,) = files.model_differences(found, wanted)
+    assert text.startswith(f"{next(iter(change))} is ")
+    assert not files.model_differences(json.loads(json.dumps(wanted)), files.model_record(other))
+    older = {name: value for name, value in found.items() if name not in change}
+    assert not files.model_differences(older, wanted), "a record of before"
 
 
 def test_an_edited_manifest_shows(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.writer import save_hf
+from megatron_tlt.trainer.loop import RLTrainer
 from tests.helpers.tiny_drafters import DEEP
 from tests.helpers.tiny_models import TINY, random_weights
 from tests.unit.actor.test_checkpoint_files import published
@@ -151,3 +152,34 @@ def test_a_checkpoint_with_another_drafter_is_refused_before_anything_is_loaded(
     problems = resume.resume_problems(config, shape, "cpu")
     assert len(problems) == (not fits)
     assert fits or "eagle3_layers is [0, 2, 6], not [0, 3, 6]" in problems[0].allowed
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ([], True),
+        (["optimizer.schedule=cosine"], True),
+        (["optimizer.schedule=cosine", "train.num_steps=900"], True),
+        (["algorithm.mini_batches=1"], True),
+        (["optimizer.schedule=cosine", "algorithm.mini_batches=1"], False),
+        (["optimizer.schedule=linear", "algorithm.mini_batches=8"], False),
+    ],
+)
+def test_a_decaying_rate_needs_the_number_of_updates_a_step_of_the_checkpoint(tmp_path, given, fits):
+    """Its schedule's position is a count of updates, its length follows from the number of those a step."""
+    files_of = [f"train.run_dir={tmp_path}", "rollout.speculation.drafter_path=null"]
+    before, config = (
+        load_config("configs/quickstart.yaml", [*files_of, "algorithm.mini_batches=4", *more]) for more in ([], given)
+    )
+    shards = shards_optimizer(before, "cpu")
+    records = files.model_record(TINY), files.training_record(before.actor, before.optimizer.name, shards, "")
+    directory = published(tmp_path / "checkpoints", 3, records=records)
+    state = RLTrainer.state_dict(SimpleNamespace(recovery=SimpleNamespace(state_dict=dict), config=before))
+    found = replace(files.read_manifest(directory), extra=state)
+    (directory / files.MANIFEST).write_text(found.to_json())
+    problems = resume.resume_problems(config, TINY, "cpu")
+    assert len(problems) == (not fits)
+    now = config.algorithm.mini_batches
+    assert fits or f"algorithm.mini_batches is 4, not {now}, and" in problems[0].allowed
+    (directory / files.MANIFEST).write_text(replace(found, extra={}).to_json())
+    assert not resume.resume_problems(config, TINY, "cpu"), "a record of before"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_tlt.cli.export import problems_of
+from megatron_tlt.checkpoint import export, resume
+from megatron_tlt.cli.export import _export_on, problems_of
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.load import load_config
+from megatron_tlt.trainer.run_record import write_config
 from tests.helpers.mpi import ROOT
 
 
@@ -36,3 +40,21 @@ def test_no_model_that_a_run_begins_from_is_replaced(tmp_path):
         config = load_config(ROOT / "configs/quickstart.yaml", [f"{key}={tmp_path}"])
         problems = {p.path: p.allowed for p in problems_of(config, tmp_path, overwrite=True)}
         assert "it holds what is read" in problems["--out"]
+
+
+@pytest.mark.parametrize("name", ["demo-policy", "another"])
+def test_a_model_other_than_the_run_s_is_a_warning(name, tmp_path, monkeypatch, caplog):
+    shutil.copytree(ROOT / "assets/demo-policy", tmp_path / "moved" / name)
+    checkpoint = tmp_path / "checkpoints/step-000001"
+    checkpoint.mkdir(parents=True)
+    monkeypatch.setattr(resume, "find_checkpoint", lambda *_: checkpoint)
+    monkeypatch.setattr(export, "write_run", lambda *_: "policy version 1")
+    run, given = (
+        load_config(ROOT / "configs/quickstart.yaml", [f"train.run_dir={tmp_path}", *more])
+        for more in ([], [f"model.path={tmp_path / 'moved' / name}"])
+    )
+    write_config(run, tmp_path)
+    world = SimpleNamespace(is_main=True, broadcast_object=lambda value: value, enter=lambda *_: None)
+    args = argparse.Namespace(out=tmp_path / "out", overwrite=False, adapter=False, dtype=None)
+    _export_on(given, world, args)
+    assert [f"moved/{name}" in text for text in caplog.messages] == ([] if name == "demo-policy" else [True])

@@ -21,7 +21,15 @@ from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
-from megatron_tlt.data.hub import cached, fetch_argument, is_name, names_of, on_this_machine, with_names
+from megatron_tlt.data.hub import (
+    cached,
+    fetch_argument,
+    hub_name,
+    is_name,
+    names_of,
+    on_this_machine,
+    with_names,
+)
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.trainer.run_record import write_config
@@ -190,6 +198,7 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
     named = with_names(local)
     assert named.model.path == f"a/policy@{first['models/a/policy']}"
     assert named.data.eval is not None and named.data.eval.path == f"a/rows@{first['datasets/a/rows']}"
+    assert hub_name(local.model.path) == ("a/policy", first["models/a/policy"]) and hub_name("a/policy") is None
     assert on_this_machine(named, ALONE) == local
     write_config(local, tmp_path / "run")
     for key in hub.repositories:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, TrainingError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -19,7 +19,7 @@ class Kept:
     """A `CheckpointManager` that keeps one state in memory; a save is due every two steps."""
 
     def __init__(self, state: dict[str, Any] | None = None):
-        self.state, self.is_open = state, True
+        self.state, self.is_open, self.is_waited_for = state, True, False
 
     def load_latest(self) -> dict[str, Any] | None:
         return self.state
@@ -32,7 +32,7 @@ class Kept:
         self.state = state()
 
     def wait(self) -> None:
-        pass
+        self.is_waited_for = True
 
     def close(self) -> None:
         self.is_open = False
@@ -63,8 +63,9 @@ class Signals:
 class Counting(Job):
     name = "count"
 
-    def __init__(self, folder: Path, kept: Kept, shutdown: Signals, good: bool = True):
-        self.config = build_config({"model": {"path": "m"}}, [f"train.run_dir={folder}"], Config)
+    def __init__(self, folder: Path, kept: Kept, shutdown: Signals, good: bool = True, resume: str = "auto"):
+        given = [f"train.run_dir={folder}", f"checkpoint.resume={resume}"]
+        self.config = build_config({"model": {"path": "m"}}, given, Config)
         ends = self.ended = []
         self.world = SimpleNamespace(is_main=True, enter=lambda *_: None, accept=lambda: None, barrier=lambda: None,
                                      ends_early=lambda *end: ends.append(end))  # fmt: skip
@@ -110,6 +111,15 @@ def test_a_signal_saves_the_last_finished_step_and_the_next_start_goes_on(signal
     assert not resumed.checkpoints.is_open
 
 
+def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
+    job = Counting(tmp_path, Kept(), Signals(after=3), resume="never")
+    assert job.run()
+    needed = "the next start goes on there with checkpoint.resume=auto"
+    assert f"; saved after step 3, {needed}\n" in capsys.readouterr().out
+    goes_on = "saved, the same command goes on with checkpoint.resume=auto"
+    assert job.ended == [(True, f"ended by a signal after step 3 of 4; {goes_on}")]
+
+
 def test_after_the_last_step_a_signal_changes_nothing(tmp_path):
     job = Counting(tmp_path, Kept(), Signals(after=4))
     assert not job.run() and job.finished and not job.ended
@@ -120,3 +130,15 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
     assert job.run() and job.checkpoints.state is None
     assert "count SIGTERM: the step is done; not good" in capsys.readouterr().out
     assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
+
+
+def test_training_that_cannot_go_on_ends_once_the_save_under_way_is_done(tmp_path):
+    class Lost(Counting):
+        def save_if_due(self) -> None:
+            super().save_if_due()
+            raise TrainingError("no group has a gradient")
+
+    job = Lost(tmp_path, Kept(), Signals())
+    with pytest.raises(TrainingError):
+        job.run()
+    assert job.checkpoints.is_waited_for and not job.finished

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.trainer.run_record import write_config
+from megatron_tlt.trainer.run_record import other_model, write_config
 
 
 def start(run_dir: Path, *overrides: str) -> list[str]:
@@ -42,3 +42,26 @@ def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert start(tmp_path, *options) == [], "a file beside it may not be read, and the run needs none"
+
+
+CACHE = "/cache/models--Qwen--Qwen2.5-7B/snapshots/" + 40 * "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (["model.path=/models/Qwen2.5-7B"], []),
+        (["model.path=/elsewhere/Qwen2.5-7B/"], []),
+        ([f"model.path={CACHE}"], []),
+        (["model.path=/models/Qwen2.5-7B-Instruct"], ["model.path"]),
+        (["model.path=/models/Qwen2.5-7B", "model.tokenizer=/models/other"], ["model.tokenizer"]),
+        (["model.path=/models/x", "model.tokenizer=/models/y"], ["model.path", "model.tokenizer"]),
+    ],
+)
+def test_a_model_that_is_not_that_of_the_run_is_named(tmp_path: Path, given: list[str], names: list[str]) -> None:
+    start(tmp_path, "model.path=/models/Qwen2.5-7B")
+    config = build_config({"model": {"path": "m"}}, given, Config)
+    found = other_model(config, tmp_path)
+    assert [text.partition(" = ")[0] for text in found] == names
+    assert all("config.json of the run has /models/Qwen2.5-7B;" in text for text in found)
+    assert not other_model(config, tmp_path / "of an earlier version, without a record")

@@ -149,7 +149,11 @@ def test_families_differ_where_they_should() -> None:
         ({"residual_multiplier": 0.22}, "residual_multiplier", "not computed"),
         ({"logits_scaling": 8}, "logits_scaling", "not computed"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping", "not computed"),
-        ({"use_qk_norm": True}, "use_qk_norm", "not computed"),
+        ({"use_qk_norm": True}, "use_qk_norm", "must be false for qwen2"),
+        ({**QWEN3_MOE, "use_qk_norm": False}, "use_qk_norm", "must be true for qwen3_moe"),
+        ({**QWEN3_MOE, "qkv_bias": True}, "qkv_bias", "must be false for qwen3_moe"),
+        ({**LLAMA, "qkv_bias": True}, "qkv_bias", "must be false for llama"),
+        ({"qkv_bias": False}, "qkv_bias", "must be true for qwen2"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers", "not computed"),
         ({"rope_interleaved": True}, "rope_interleaved", "not computed"),
         ({"use_mrope": True}, "use_mrope", "not computed"),
@@ -196,6 +200,12 @@ def test_published_fields_of_qwen_pass_in_silence(fields: dict) -> None:
         about = {**family, "router_aux_loss_coef": 0.001, "output_router_logits": False, **fields}
         ModelConfig.from_hf(about)
         assert not unread_fields(about)
+
+
+def test_published_fields_of_qwen3_coder_pass_in_silence() -> None:
+    coder = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0, "rope_scaling": None}
+    assert ModelConfig.from_hf(about := {**QWEN3_MOE, **coder}).qk_norm
+    assert not unread_fields(about)
 
 
 def test_unknown_fields_are_named_where_they_are_set() -> None:
