@@ -301,19 +301,16 @@ class Engine(DrivenEngine):
 
     @property
     def has_room(self) -> bool:
-        return self.scheduler.has_room(at_once=self._has_drafts)
+        return self.scheduler.has_room
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
-        self.scheduler.separates_prefill = turns or self._has_drafts
+        # Drafts that the call brought: a step that also reads prompts verifies none.
+        has_drafts = self.speculator is not None and self.speculator.has_earlier
+        self.scheduler.separates_prefill = turns or has_drafts
         name = prompt.prompt_id, prompt.dataset_id
         self.add(prompt.token_ids, params, *name, indices=indices, begun=begun, takes_turns=turns)
-
-    @property
-    def _has_drafts(self) -> bool:
-        """Whether the call brought drafts: a step that also reads prompts verifies none, so these are read together."""
-        return self.speculator is not None and self.speculator.has_earlier
 
     def advance(self, may_wait: bool = False) -> Advance:
         """A step."""
