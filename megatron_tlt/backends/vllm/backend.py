@@ -13,6 +13,7 @@ import torch
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
+from megatron_tlt.rollout.stops import with_stop_ids
 from megatron_tlt.types import CAPABILITIES, SamplingParams
 
 
@@ -28,6 +29,7 @@ class VllmBackend(RemoteBackend):
         self._asleep: set[str] = set()  # of "kv_cache" and "weights", vLLM's names
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        params = with_stop_ids(params, self._options.tokenizer)
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
 
     def _before_generate(self) -> None:
