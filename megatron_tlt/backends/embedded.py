@@ -137,12 +137,12 @@ class EmbeddedBackend(BaseBackend):
         rows = self.engine.scheduler.rows
         return rows.output_len[: rows.num_rows].copy()
 
-    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on calls `sink` with the hidden states of every finished response; None: collects none.
-
-        Only without live requests.
-        """
-        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
+    def collect_hidden_states(
+        self,
+        sink: Callable[[HiddenStateSample], None] | None,
+        offer: Callable[[HiddenStateSample], bool] | None = None,
+    ) -> None:
+        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version, offer)
         self.engine.collect_hidden_states(collector)
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
