@@ -68,7 +68,5 @@ class VllmBackend(RemoteBackend):
             return super().state_dict()
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; nothing of another engine, drafter or selector."""
-        super().load_state_dict(state)
+    def _load_measured(self, state: Mapping[str, Any]) -> None:
         self.process.call("load_speculation", state=state.get("vllm", {}))
