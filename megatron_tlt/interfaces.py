@@ -85,10 +85,15 @@ class RolloutBackend(Protocol):
     def running_lengths(self) -> np.ndarray:
         """Tokens that each running response has so far, int [B]. Mutates nothing."""
 
-    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+    def collect_hidden_states(
+        self,
+        sink: Callable[[HiddenStateSample], None] | None,
+        offer: Callable[[HiddenStateSample], bool] | None = None,
+    ) -> None:
         """From now on calls `sink` with the hidden states of every finished response; None: collects none.
 
-        Only without live requests. Mutates the engine.
+        An engine in this process first calls `offer` with states on the meta device, and reads those only for which
+        it is True. Only without live requests. Mutates the engine.
         """
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ _COLUMNS = {
     "policy": ("weights", "experts", "adapters", "gradients", "optimizer", "reference"),
     "update": ("activations",),
     "engine": ("engine weights", "drafter", "graphs"),
-    "rollout step": ("rollout step",),
+    "rollout step": ("rollout step", "a response's hidden states"),
     "KV cache": (KV,),
     "drafter training": ("drafter training", "drafter step", "drafter's LM head"),
     "weight_sync": ("weight sync bucket",),

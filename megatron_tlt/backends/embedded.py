@@ -137,12 +137,12 @@ class EmbeddedBackend(BaseBackend):
         rows = self.engine.scheduler.rows
         return rows.output_len[: rows.num_rows].copy()
 
-    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
-        """From now on calls `sink` with the hidden states of every finished response; None: collects none.
-
-        Only without live requests.
-        """
-        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version)
+    def collect_hidden_states(
+        self,
+        sink: Callable[[HiddenStateSample], None] | None,
+        offer: Callable[[HiddenStateSample], bool] | None = None,
+    ) -> None:
+        collector = None if sink is None else HiddenStateCollector(sink, lambda: self._weights.version, offer)
         self.engine.collect_hidden_states(collector)
 
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
@@ -155,9 +155,7 @@ class EmbeddedBackend(BaseBackend):
         speculator = self.engine.speculator
         return ({} if speculator is None else speculator.state_dict()) | super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; nothing of another drafter or selector."""
-        super().load_state_dict(state)
+    def _load_measured(self, state: Mapping[str, Any]) -> None:
         speculator = self.engine.speculator
         if speculator is not None and "drafter" in state:
             speculator.load_state_dict(state)
@@ -191,6 +189,7 @@ class EmbeddedBackend(BaseBackend):
     def finish_update(self) -> None:
         """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""
         self._weights.commit()
+        self._end_update()
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""

@@ -111,9 +111,14 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
 
     # -- responses ----------------------------------------------------------------------------------------------
 
-    def collect_hidden_states(self, sink: Callable[[HiddenStateSample], None] | None) -> None:
+    def collect_hidden_states(
+        self,
+        sink: Callable[[HiddenStateSample], None] | None,
+        offer: Callable[[HiddenStateSample], bool] | None = None,
+    ) -> None:
         """From the next `generate` on calls `sink` with the hidden states of finished responses, of as many as fit.
-        Raises BackendError for a sink where the engine gives none (`check` refuses what needs them).
+        `offer` is not called: the engine's process has read them by then. Raises BackendError for a sink where the
+        engine gives none (`check` refuses what needs them).
         """
         if sink is not None and not self.capabilities.hidden_states:
             raise BackendError(f"{self._name} engines give no hidden states to train a drafter on")

@@ -97,11 +97,13 @@ class SpeculationSection(Section):
     @property
     def rows_each(self) -> int:
         """Most rows that a request has in a forward: its last token and its drafted tokens."""
-        return 1 + self.draft_len * (self.drafter != "none")
+        return 1 + self.longest_draft
 
     @property
     def longest_draft(self) -> int:
-        """Most tokens drafted in a row, by any strategy of the selector."""
+        """Most tokens that the drafter drafts in a row, by any strategy of the selector."""
+        if self.drafter == "none":
+            return 0
         if self.selector != "beg_mab":
             return self.draft_len
         return max(self.bandit.arms, default=0)

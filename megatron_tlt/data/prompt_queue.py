@@ -7,8 +7,8 @@
 A response depends on its prompt, not on its replica (keyed sampling, docs/design/numerics.md), so any replica
 may fetch any prompt, with all of its samples, and nothing is ever handed back. Every replica begins with
 equally many of the first prompts, every R-th one, as many as fill its engine; where all fit, nothing is left
-to fetch. An engine fetches the next prompt when fewer requests than `rollout.max_running_requests` live in it
-and none waits in its queue.
+to fetch. An engine fetches the next prompts while fewer requests than `rollout.max_running_requests` live in it
+and its cache has free blocks beyond those of prompts that wait.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import NativeSample, Sampler
 from megatron_tlt.rollout.scheduler import Scheduler, SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting, build_speculator
-from megatron_tlt.rollout.stops import StopStringFinder
+from megatron_tlt.rollout.stops import StopStringFinder, with_stop_ids
 from megatron_tlt.types import EngineStats, FinishReason, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
@@ -177,6 +177,7 @@ class Engine(DrivenEngine):
         prompt = np.asarray(prompt_token_ids, np.int32)
         indices = range(num_samples) if indices is None else indices
         self._check(prompt, params, prompt_id, num_samples)
+        params = with_stop_ids(params, self._tokenizer)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         begun = begun or {}
         requests = [
@@ -301,19 +302,16 @@ class Engine(DrivenEngine):
 
     @property
     def has_room(self) -> bool:
-        return self.scheduler.has_room(at_once=self._has_drafts)
+        return self.scheduler.has_room
 
     def begin(
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
-        self.scheduler.separates_prefill = turns or self._has_drafts
+        # Drafts that the call brought: a step that also reads prompts verifies none.
+        has_drafts = self.speculator is not None and self.speculator.has_earlier
+        self.scheduler.separates_prefill = turns or has_drafts
         name = prompt.prompt_id, prompt.dataset_id
         self.add(prompt.token_ids, params, *name, indices=indices, begun=begun, takes_turns=turns)
-
-    @property
-    def _has_drafts(self) -> bool:
-        """Whether the call brought drafts: a step that also reads prompts verifies none, so these are read together."""
-        return self.speculator is not None and self.speculator.has_earlier
 
     def advance(self, may_wait: bool = False) -> Advance:
         """A step."""
@@ -412,8 +410,6 @@ class Engine(DrivenEngine):
         if prompt.size and (int(prompt.min()) < 0 or int(prompt.max()) >= vocab):
             ids = f"{prompt.min()}..{prompt.max()}"
             raise BackendError(f"{name}: token ids {ids} are outside the vocabulary of {vocab}")
-        if params.stop and self._tokenizer is None:
-            raise BackendError(f"{name}: stop strings {params.stop!r} need a tokenizer, the engine has none")
         if not all(params.stop):
             raise BackendError(f"{name}: an empty stop string would end every response")
         for field, value, allowed in out_of_range(params):

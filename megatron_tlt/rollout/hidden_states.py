@@ -1,7 +1,7 @@
 """`HiddenStateCollector`: the hidden states of finished responses, on which the drafter trains.
 
-A request's states stay in `PagedHiddenStates` while it decodes and are read once, at its end. On a GPU they are copied
-while the next steps run, and the sample is emitted when they have arrived on the host.
+A request's states stay in `PagedHiddenStates` while it decodes and are read once, at its end, if they are kept. On a
+GPU they are gathered, copied while the next steps run, and the sample is emitted when they have arrived on the host.
 
 Legend: L tokens of prompt and response, H hidden size.
 """
@@ -30,9 +30,12 @@ class HiddenStateCollector:
         self,
         sink: Callable[[HiddenStateSample], None],
         policy_version: Callable[[], int] = lambda: 0,
+        offer: Callable[[HiddenStateSample], bool] | None = None,
     ):
-        """`sink` is called inside the engine's step; samples are copies. `policy_version()`: of the weights."""
-        self._sink, self._policy_version = sink, policy_version
+        """`sink` is called inside the engine's step; samples are copies. `policy_version()`: of the weights. `offer` is
+        called before, in the same order, with states on the meta device; False: they are not read.
+        """
+        self._sink, self._policy_version, self._offer = sink, policy_version, offer
         self._leaving: deque[tuple[HostCopy, Callable[..., HiddenStateSample]]] = deque()
 
     def collect(self, request: Request, pages: PagedHiddenStates) -> None:
@@ -49,8 +52,9 @@ class HiddenStateCollector:
             finish_reason=request.finish_reason,
             policy_version=self._policy_version(),
         )
-        states = pages.start_read(request.blocks, trajectory.length - 1)
-        self._leaving.append((states, partial(HiddenStateSample, trajectory, key=request.key)))
+        sample, count = partial(HiddenStateSample, trajectory, key=request.key), trajectory.length - 1
+        if self._offer is None or self._offer(sample(hidden=pages.like(count))):
+            self._leaving.append((pages.start_read(request.blocks, count), sample))
 
     def emit(self, wait: bool) -> None:
         """Emits the samples that are on the host, in the order of `collect`; with `wait` all of them."""

@@ -53,6 +53,10 @@ class PagedHiddenStates:
             device = self.data.device
             blocks[indices(dst, device)] = blocks[indices(src, device)]
 
+    def like(self, count: int) -> Tensor:
+        """What `start_read` reads, [count, W], on the meta device."""
+        return self.data.new_empty(count, self.data.shape[1], device="meta")
+
     def start_read(self, blocks: Sequence[int], count: int) -> HostCopy:
         """Starts to copy the first `count` states [count, W] of a request with these `blocks` to the host.
 

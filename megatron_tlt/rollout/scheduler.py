@@ -84,14 +84,13 @@ class Scheduler:
         """Whether no request is left."""
         return not (self.has_work or len(self.parked))
 
-    def has_room(self, at_once: bool) -> bool:
-        """Whether the samples of one more prompt should start: fewer than `max_running` are there, and no prompt waits.
-        `at_once`: prompts may wait, as far as free blocks remain once all have theirs, and each sample its first one.
+    @property
+    def has_room(self) -> bool:
+        """Whether the samples of one more prompt should start: fewer than `max_running` are there, and blocks remain
+        free once all prompts that wait have theirs, and each sample its first one.
         """
         if self.num_running + self.num_waiting >= self.limits.max_running:
             return False
-        if not at_once:
-            return not self._waiting
         need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) for p in self._waiting)
         return need + self.num_waiting - len(self.parked) < self.blocks.num_free
 

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_tlt.data.detokenizer import IncrementalDecoder
+from megatron_tlt.errors import BackendError
 
 if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.types import SamplingParams
+
+
+def with_stop_ids(params: SamplingParams, tokenizer: HFTokenizer | None) -> SamplingParams:
+    """`params` in which a stop string that is a special token has become a stop token: texts of responses lack it.
+
+    Raises BackendError for stop strings without a tokenizer.
+    """
+    if not params.stop:
+        return params
+    if tokenizer is None:
+        raise BackendError(f"stop strings {params.stop!r} need a tokenizer, the engine has none")
+    ids = {stop: tokenizer.special_id(stop) for stop in params.stop}
+    special = [token for token in ids.values() if token is not None]
+    strings = tuple(stop for stop, token in ids.items() if token is None)
+    return replace(params, stop=strings, stop_token_ids=(*params.stop_token_ids, *special))
 
 
 class StopStringFinder:
@@ -18,32 +36,23 @@ class StopStringFinder:
         assert all(stops), "empty stop strings are refused at submission"
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = tuple(stops)
-        self._stop_ids = {tokenizer.special_id(stop) for stop in stops}  # texts lack special tokens
-        self._longest = max(len(s) for s in stops)
-        self._text = ""
-        self._end: int | None = None
+        self._keep = max(len(s) for s in stops) - 1  # characters in which a stop string may have begun
+        self._tail = ""  # the last of them
+        self._pieces: list[str] = []  # of the response's text
+        self.cut_text: str | None = None  # the response up to and including the stop string, once it was found
 
     def push(self, token_id: int) -> bool:
-        """Adds the next token; true when a stop string is complete. Mutates."""
-        start = len(self._text)
-        self._text += self._decoder.add([token_id])
-        if token_id in self._stop_ids:
-            self._text += self._decoder.held
-            self._end = len(self._text)
-            return True
+        """Adds the next token; true when a stop string is complete, the one that ends first. Mutates."""
+        new = self._decoder.add([token_id])
         # Characters that the decoder holds back until the next one is complete cannot change: a stop may end in them.
-        return self._find(self._text + self._decoder.held, start)
-
-    @property
-    def cut_text(self) -> str | None:
-        """The response up to and including the stop string; None before one was found."""
-        return None if self._end is None else self._text[: self._end]
-
-    def _find(self, text: str, new_from: int) -> bool:
-        """Whether a stop string ends in the new part; the one that ends first counts. Mutates text and end."""
-        start = max(0, new_from - self._longest + 1)
-        ends = [at + len(stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
-        if not ends:
-            return False
-        self._text, self._end = text, min(ends)
-        return True
+        text = self._tail + new + self._decoder.held
+        ends = [at + len(stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            before = "".join(self._pieces)
+            self.cut_text = before[: len(before) - len(self._tail)] + text[: min(ends)]
+            return True
+        if new:
+            self._pieces.append(new)
+            known = self._tail + new
+            self._tail = known[max(0, len(known) - self._keep) :]
+        return False

@@ -238,8 +238,8 @@ class _Replica:
         return np.where(matching, step / drift.tokens_matching(drafted, tokens), of_others)
 
     def _fetch(self) -> None:
-        """As `rollout.drive.Drive` does, at once: with one prompt a step each would come a quantum later."""
-        while self._scheduler.has_room(at_once=True) and (prompt := next(self._prompts, None)) is not None:
+        """As `rollout.drive.Drive` does."""
+        while self._scheduler.has_room and (prompt := next(self._prompts, None)) is not None:
             index = prompt.prompt_id
             add_group(self._scheduler, index, self._lengths[index], self._prompt_tokens, self._quantum)
 

@@ -90,7 +90,7 @@ class FakeDecoder:
 
 
 class CharTokenizer:
-    """Token i is the i-th character; token 0 ends a response."""
+    """Token i is the i-th character; token 0, which texts lack, ends a response."""
 
     has_chat_template = True
 
@@ -99,8 +99,8 @@ class CharTokenizer:
         self.eos_token_ids, self.end_token_id = (0,), 0
         self.vocab_size = len(self.alphabet)
 
-    def special_id(self, text: str) -> None:
-        """It has no special tokens with a text."""
+    def special_id(self, text: str) -> int | None:
+        return 0 if text == "<end>" else None
 
     def encode(self, text: str) -> list[int]:
         return [self.alphabet.index(c) for c in text]

@@ -27,7 +27,7 @@ def longest_draft(rollout: RolloutSection, drafter: DrafterConfig | None, takes_
     """The most tokens that vLLM's proposer drafts for a request: all of a block, whatever of it is verified."""
     if drafter is not None and (fixed := KINDS[drafter.kind].draft_length(drafter)) is not None:
         return fixed
-    own = 0 if rollout.speculation.drafter == "none" else rollout.speculation.longest_draft
+    own = rollout.speculation.longest_draft
     return max(own, LONGEST) if takes_drafts else own
 
 

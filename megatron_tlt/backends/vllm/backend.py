@@ -13,6 +13,7 @@ import torch
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
+from megatron_tlt.rollout.stops import with_stop_ids
 from megatron_tlt.types import CAPABILITIES, SamplingParams
 
 
@@ -28,6 +29,7 @@ class VllmBackend(RemoteBackend):
         self._asleep: set[str] = set()  # of "kv_cache" and "weights", vLLM's names
 
     def _sampling(self, params: SamplingParams) -> dict[str, Any]:
+        params = with_stop_ids(params, self._options.tokenizer)
         return request_args(params, self._eos_token_ids) | {"hidden": self._sink is not None}
 
     def _before_generate(self) -> None:
@@ -66,7 +68,5 @@ class VllmBackend(RemoteBackend):
             return super().state_dict()
         return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; nothing of another engine, drafter or selector."""
-        super().load_state_dict(state)
+    def _load_measured(self, state: Mapping[str, Any]) -> None:
         self.process.call("load_speculation", state=state.get("vllm", {}))

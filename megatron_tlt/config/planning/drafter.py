@@ -24,7 +24,7 @@ from __future__ import annotations
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.drafter_kinds import DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.engine import has_packed_head
+from megatron_tlt.config.planning.engine import has_packed_head, read_bytes
 from megatron_tlt.config.planning.parameters import (
     MIB,
     drafted_tokens,
@@ -63,12 +63,13 @@ def training_parts(config: Config, shape: ArchitectureConfig, device: Device) ->
 
 def host_parts(config: Config, shape: ArchitectureConfig, device: Device) -> dict[str, int]:
     """Bytes in the host's memory by `HOST_PARTS`; all 0 where no drafter is trained. The buffer of hidden states, and
-    as much for those on their way from the actor; the state that a window which fails goes back to; on the first rank
-    the copy that a checkpoint is written from.
+    as much for those on their way from the actor, or one response's from the engine, pinned; the state that a window
+    which fails goes back to; on the first rank the copy that a checkpoint is written from.
     """
     if not config.idle.train_drafter:
         return dict.fromkeys(HOST_PARTS, 0)
     buffer = int(config.drafter.sizes(device).buffer_mib * MIB) * (1 + (config.hidden_states_of == "actor"))
+    buffer += pinned_bytes(read_bytes(config, shape, device))
     state = training_parts(config, shape, device)["drafter training"]
     before = state if device == "cpu" else pinned_bytes(state)
     return dict(zip(HOST_PARTS, (buffer, before, 16 * drafter_parameters(config, shape)), strict=True))

@@ -32,7 +32,8 @@ from megatron_tlt.config.planning.parameters import (
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.config.root import Config
 
-LOADED = "experts as they load"  # name of a part
+LOADED = "experts as they load"  # names of parts
+READ = "a response's hidden states"
 PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
 _SPLIT_COLUMNS = 132 * 128  # of invariant products with splits of K: columns times splits at most; a test compares
 _SPLIT_HEADS = 32  # of invariant attention: kv heads times splits at least; a test compares
@@ -126,6 +127,17 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
         return max(forward, int(gathered) + copies + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
     drawn = int(logits * _logit_bytes(config)) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES
     return max(forward, drawn, draft_bytes(config, shape))
+
+
+def read_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
+    """Hidden states of the longest response, gathered at its end and on their way to the host's buffer. On CPU they are
+    in the buffer at once.
+    """
+    is_read = config.idle.train_drafter and config.hidden_states_of == "engine" and config.rollout.backend == "embedded"
+    if device == "cpu" or not is_read:
+        return 0
+    width = config.rollout.speculation.state_parts * shape.hidden_size
+    return config.model.max_context * width * element_bytes(config.rollout.dtype)
 
 
 def _logit_bytes(config: Config) -> float:

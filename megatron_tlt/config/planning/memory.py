@@ -138,6 +138,7 @@ def _stage(
         "reference" if rl.algorithm.teacher is None else "teacher": held,
         "engine weights": engine.engine_bytes(rl, shape, device),
         "rollout step": engine.rollout_step_bytes(rl, shape, device),
+        engine.READ: engine.read_bytes(rl, shape, device),
         "graphs": graphs.graph_bytes(rl, device),
         KV: 0,
         "drafter": engine.drafter_weight_bytes(rl, shape, device),
@@ -174,6 +175,7 @@ def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:
         "activations": ("update",),
         "actor's hidden states": ("update",),
         "rollout step": ("rollout",),
+        engine.READ: ("rollout",),
         "drafter step": ("idle window",),
         "drafter's LM head": ("idle window", "update", "merge"),  # from a window's first micro-step to its merge
         "drafter merge": ("merge",),

@@ -54,6 +54,7 @@ class HiddenStateBuffer:
         self.counters: Counter[str] = Counter()  # of `COUNTERS`, since this start of the run
         self._budget, self._window, self._max_age, self._seed = budget_bytes, window, max_age, seed
         self._entries: dict[SampleKey, _Entry] = {}
+        self._offered: set[SampleKey] = set()  # held or dropped since, whose hidden states are on their way
         self._bytes = self._step = self._epochs = 0
         self._epoch: list[list[DraftSequence]] = []  # batches that are not yet drawn; empty: the contents have changed
         self._batch_tokens = 0  # that those were made for
@@ -69,21 +70,44 @@ class HiddenStateBuffer:
     def add(self, sample: HiddenStateSample) -> None:
         """Adds a response; it replaces one of the same version, prompt and sample.
 
-        Hidden states are kept as they are, and copied only where they are a part of larger storage.
+        Hidden states are kept as they are, and copied only where they are a part of larger storage. Those of a response
+        that was offered are dropped where others have taken its place.
         """
         length = sample.trajectory.length
         assert tuple(sample.hidden.shape[:1]) == (length - 1,), f"{length} tokens, {sample.hidden.shape}"
+        sequence, key = DraftSequence.of(sample), _key_of(sample)
+        if sequence.hidden.untyped_storage().nbytes() > sequence.hidden.nbytes:
+            sequence.hidden = sequence.hidden.clone()
+        if key not in self._offered:
+            self._add(key, sequence)
+            return
+        self._offered.remove(key)
+        if key in self._entries:
+            self._entries[key].sequence = sequence
+
+    def offer(self, sample: HiddenStateSample) -> bool:
+        """Adds a response whose hidden states, here on the meta device, `add` brings later. False: it is not kept, and
+        they need not be read.
+        """
+        key = _key_of(sample)
+        self._add(key, DraftSequence.of(sample))
+        if key in self._entries:
+            self._offered.add(key)
+        return key in self._entries
+
+    def drop_offered(self) -> None:
+        """Forgets responses whose hidden states have not come: none will."""
+        self._drop([self._entries[key] for key in self._offered if key in self._entries])
+        self._offered.clear()
+
+    def _add(self, key: SampleKey, sequence: DraftSequence) -> None:
         self.counters["added"] += 1
-        sequence = DraftSequence.of(sample)
         if not sequence.num_bases:
             return
-        key = (sample.trajectory.policy_version, sample.trajectory.prompt_id, sample.trajectory.sample_index)
         self._drop([self._entries[key]] if key in self._entries else [])
         if _size(sequence) > self._budget:
             self.counters["dropped_by_budget"] += 1
             return
-        if sequence.hidden.untyped_storage().nbytes() > sequence.hidden.nbytes:
-            sequence.hidden = sequence.hidden.clone()
         self._keep(key, sequence)
 
     def add_shared(self, key: SampleKey, sequence: DraftSequence) -> None:
@@ -171,6 +195,11 @@ class HiddenStateBuffer:
         """Responses and bytes that are held, and the counters."""
         counted = {name: float(self.counters[name]) for name in COUNTERS}
         return {"responses": float(len(self)), "bytes": float(self._bytes), **counted}
+
+
+def _key_of(sample: HiddenStateSample) -> SampleKey:
+    trajectory = sample.trajectory
+    return trajectory.policy_version, trajectory.prompt_id, trajectory.sample_index
 
 
 def _size(sequence: DraftSequence) -> int:

@@ -157,11 +157,12 @@ class OnlineDrafterTrainer(RunDrafter):
         if self.actor_layers is not None or not self._is_training:
             yield
             return
-        backend.collect_hidden_states(self.buffer.add)
+        backend.collect_hidden_states(self.buffer.add, self.buffer.offer)
         try:
             yield
         finally:
             backend.collect_hidden_states(None)
+            self.buffer.drop_offered()
 
     @property
     def _is_training(self) -> bool:

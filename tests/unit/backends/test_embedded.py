@@ -126,6 +126,28 @@ def test_acceptance_counts_as_another_drafters_once_a_drafter_came(model_dir: Pa
     assert backend.state_dict()["selector"]["is_new"] and rates.rates[0, 0] > measured
 
 
+@pytest.mark.parametrize("selector", ["cost_model", "beg_mab"])
+def test_what_was_measured_of_a_drafter_goes_on_where_a_resumed_run_brings_the_same(model_dir: Path, selector: str):
+    drafter = EagleModel(EagleConfig.of(TINY))
+    backend = drafting_backend(model_dir, drafter, selector)
+    push(backend, 3, drafter)
+    saved = backend.state_dict()
+    saved["calibration"]["counts"][0][0] = [1000.0, 0.0]
+    if selector == "beg_mab":
+        next(iter(saved["selector"]["rewards"][0].values())).append(1.0)
+    else:
+        saved["selector"]["is_new"] = False
+    resumed = drafting_backend(model_dir, drafter, selector)
+    resumed.load_state_dict(saved)
+    push(resumed, 3, drafter)
+    assert resumed.state_dict() == saved
+    for version in (4, 3):  # of a trained drafter, later or at once
+        push(resumed, version, drafter)
+        now = resumed.state_dict()
+        assert now["selector"] != saved["selector"] and now["calibration"] != saved["calibration"]
+        resumed.load_state_dict(saved | {"drafter_version": 9})
+
+
 def test_an_engine_that_does_not_draft_refuses_a_drafter(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
     plain = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4), model))

@@ -85,6 +85,22 @@ def test_short_responses_are_left_out() -> None:
         assert torch.equal(sample.hidden, want[:-1])
 
 
+def test_states_that_are_not_kept_are_not_read(monkeypatch) -> None:
+    jobs, offered, samples, read = random_jobs(131, 6, seed=4), [], [], []  # type: ignore[var-annotated]
+    delay_reads(monkeypatch, read.append)
+
+    def offer(sample: HiddenStateSample) -> bool:
+        assert sample.hidden.device.type == "meta" and sample.hidden.dtype == torch.float32
+        offered.append((sample.trajectory.length - 1, CONFIG.hidden_size))
+        return len(offered) % 2 > 0
+
+    engine = make_engine(CONFIG, WEIGHTS)
+    engine.collect_hidden_states(HiddenStateCollector(samples.append, offer=offer))
+    generate_all(engine, jobs)
+    assert [tuple(sample.hidden.shape) for sample in samples] == offered[::2]
+    assert len(read) == len(samples) < len(offered)
+
+
 def test_a_sink_that_raises_leaks_no_block() -> None:
     engine = make_engine(CONFIG, WEIGHTS)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_tlt.errors import BackendError
@@ -31,16 +33,24 @@ class WordTokenizer(CharTokenizer):
         return "".join(self.words[i] for i in token_ids).removeprefix(" ")
 
 
-class SpecialTokenizer(CharTokenizer):
-    """Texts lack token 0, "<end>"."""
+def test_a_special_token_is_a_stop_token_and_needs_no_text_of_each_token() -> None:
+    engine = fake_engine(eos=())
+    params = SamplingParams(max_tokens=100, seed=2)
+    (plain,) = engine.add([1, 2, 3], params, 0)
+    run_out(engine)
+    (request,) = engine.add([1, 2, 3], replace(params, stop=("<end>", "xyz")), 0)
+    assert request.stop_token_ids == {0} and request.params.stop == ("xyz",)
+    run_out(engine)
+    assert (request.output, request.finish_reason) == (plain.output[: plain.output.index(0) + 1], "stop")
+    assert engine.text_of(request) == CharTokenizer().decode(request.output)
+    assert engine.add([1], replace(params, stop=("<end>",)), 0)[0].stop_strings is None
 
-    def special_id(self, text: str) -> int | None:
-        return 0 if text == "<end>" else None
 
-
-def test_a_special_token_is_a_stop_string_though_texts_lack_it() -> None:
-    tokenizer = SpecialTokenizer()
-    assert watch(tokenizer, [*tokenizer.encode("ab"), 0, *tokenizer.encode("c")], "<end>", "c") == (3, "ab")
+def test_a_finders_texts_do_not_grow_with_the_response() -> None:
+    finder = StopStringFinder(CharTokenizer(), ["xyz", "!?"])
+    assert not any(finder.push(1 + i % 20) for i in range(10_000))
+    texts = [text for held in vars(finder).values() for text in (held if isinstance(held, list) else [held])]
+    assert max(len(text) for text in texts if isinstance(text, str)) <= 3
 
 
 def watch(tokenizer: CharTokenizer, tokens: list[int], *stops: str) -> tuple[int | None, str | None]:

@@ -30,6 +30,7 @@ PARAMS = [
     SamplingParams(max_tokens=60, max_turn_tokens=12, seed=SEED),
     SamplingParams(max_tokens=25, stop_token_ids=(7, 8, 9), seed=SEED),
     SamplingParams(max_tokens=60, stop=("a", "xy"), temperature=0.7, top_k=5, seed=SEED),
+    SamplingParams(max_tokens=90, stop=("<end>", "xyz"), ignore_eos=True, seed=SEED),
 ]
 
 

@@ -28,3 +28,11 @@ def test_a_block_drafter_costs_what_its_settings_say_and_one_pass_of_any_length(
     facts = SpeculationSection(drafter="dspark", layers=(1, 2, 3, 5), block_size=6, block_layers=3).trained
     assert facts is not None and (facts.state_parts, facts.cached_layers) == (5, 3)
     assert facts.passes(1) == facts.passes(6) == 1
+
+
+def test_a_request_has_as_many_rows_as_its_longest_draft_by_any_strategy():
+    bandit = SpeculationSection(drafter="suffix", selector="beg_mab", bandit=BanditSection(arms=(16, 0)))
+    assert bandit.rows_each == 17
+    assert bandit.model_copy(update={"bandit": BanditSection(arms=(4, 0))}).rows_each == 5
+    assert bandit.model_copy(update={"selector": "cost_model"}).rows_each == 12
+    assert bandit.model_copy(update={"drafter": "none"}).rows_each == 1

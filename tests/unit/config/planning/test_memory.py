@@ -249,6 +249,24 @@ def test_graphs_are_planned_and_have_room_for_their_buffers():
     assert states == 1536 * 2 * 2 * 3 * 3584, "those of three layers, in the buffers and on their way there"
 
 
+def test_the_longest_responses_hidden_states_are_counted_on_their_way_to_the_host():
+    shape, long = shape_of("qwen2.5-7b"), "model.max_context=131072"
+    plain, wide, off, actor = (
+        estimate_memory(config_of(*TLT, long, *more), shape, 1, "cuda")[0]
+        for more in (
+            [],
+            ["rollout.speculation.drafter=eagle3"],
+            ["idle.train_drafter=false"],
+            ["drafter.online.hidden_states=actor"],
+        )
+    )
+    assert (plain.parts[engine.READ], plain.only[engine.READ]) == (131072 * 3584 * 2, ("rollout",))
+    assert wide.parts[engine.READ] == 4 * plain.parts[engine.READ]
+    assert off.parts[engine.READ] == actor.parts[engine.READ] == 0
+    host = estimate_memory(config_of(*TLT, "model.max_context=4096"), shape, 1, "cuda")[0].host["hidden states"]
+    assert plain.host["hidden states"] - host == 2 * (131072 - 4096) * 3584 * 2, "pinned, up to a power of two"
+
+
 def test_hidden_states_of_the_actor_are_counted():
     shape = shape_of("qwen2.5-7b")
     options = [*TLT, "drafter.online.hidden_states=actor", "actor.micro_batch_tokens=16384", "actor.dtype=bf16"]
@@ -260,7 +278,8 @@ def test_hidden_states_of_the_actor_are_counted():
     assert (engine.parts[name], actor.parts[name]) == (0, 16384 * 3584 * 2)
     assert split.parts[name] == 2 * actor.parts[name], "gathered, and the rows"
     assert actor.only[name] == ("update",)
-    assert actor.host["hidden states"] == 2 * engine.host["hidden states"], "a step's, and the buffer"
+    buffer = engine.host["hidden states"] - 2 * engine.parts["a response's hidden states"]
+    assert actor.host["hidden states"] == 2 * buffer, "a step's, and the buffer"
 
 
 def test_a_node_whose_ranks_need_more_than_its_host_has_is_refused():

@@ -57,6 +57,35 @@ def test_draws_are_a_function_of_seed_and_steps_not_of_the_order_of_arrival() ->
     assert draws(0, False) != draws(5, False)
 
 
+def test_offered_responses_whose_states_come_later_are_kept_as_if_they_had_come_at_once() -> None:
+    """Those that are not kept are not read; of some that others drop the states come in vain."""
+    lengths, at_once, later = [10, 12, 15, 20, 22, 9, 31, 3000], buffer(0.02), buffer(0.02)
+    refused = 0
+    for version in range(3):
+        at_once.begin_step(version)
+        later.begin_step(version)
+        chunks = [random_chunk(CONFIG, n, i, version) for i, n in enumerate(lengths)]
+        come = [c for c in chunks if later.offer(replace(c, hidden=c.hidden.to("meta")))]
+        refused += len(chunks) - len(come)
+        for chunk in chunks:
+            at_once.add(chunk)
+        for chunk in come:
+            later.add(chunk)
+        assert later.metrics() == at_once.metrics() and held(later) == held(at_once)
+        states = zip(later.sample(40), at_once.sample(40), strict=True)
+        assert all(torch.equal(mine.hidden, right.hidden) for mine, right in states)
+    assert 3 <= refused < len(lengths) * 3 - len(at_once)
+
+
+def test_offered_responses_whose_states_never_come_are_forgotten() -> None:
+    b = buffer()
+    b.begin_step(0)
+    chunk = random_chunk(CONFIG, 10, 0)
+    assert b.offer(replace(chunk, hidden=chunk.hidden.to("meta")))
+    b.drop_offered()
+    assert b.sample(40) is None and not b.metrics()["bytes"]
+
+
 def test_responses_outlive_their_step_until_they_are_too_old() -> None:
     b = buffer(max_age=2)
     fill(b, [10, 20, 30], 1)

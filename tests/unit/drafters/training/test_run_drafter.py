@@ -25,7 +25,7 @@ class Backend:
 
     sink = None
 
-    def collect_hidden_states(self, sink) -> None:
+    def collect_hidden_states(self, sink, offer=None) -> None:
         self.sink = sink
 
 

@@ -269,7 +269,7 @@ def test_accepted_tokens_are_counted_alike_where_a_response_ends_in_its_draft():
     assert stats.accepted_tokens == stats.pre_rolled_accepted > 0, "none is of a drafter"
 
 
-def test_a_call_with_drafts_takes_as_many_prompts_as_memory_has_room_for():
+def test_an_engine_takes_as_many_prompts_as_memory_has_room_for():
     """Other replicas take the rest."""
     config = small_config("llama")
     engine = speculating_engine(config, random_weights(config), speculation=FIXED, num_blocks=20, max_running=64)
