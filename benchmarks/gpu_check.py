@@ -4,7 +4,8 @@
     python benchmarks/gpu_check.py --device cpu --smoke           # every line, tiny
 
 Each part is a process of its own, so that a crash, a hang or a poisoned CUDA context costs this part only. Figures
-are printed before failures; the exit code is 1 if a part failed or a figure is one that must not be.
+are printed before failures; the exit code is 1 if a part failed, was cut or had no time left, or if a figure is one
+that must not be.
 docs/guides/gpu_check.md says what the figures should be and how to carry the program to a machine without network.
 """
 

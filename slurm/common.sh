@@ -6,7 +6,7 @@
 #   CONTAINER   image for pyxis, built from ./Dockerfile; MOUNTS: more mounts, SRC:DST[,SRC:DST...]
 #   HF_HOME, TRITON_CACHE_DIR, VLLM_CACHE_ROOT   caches, mounted in a container, too (default: those below the home)
 #   IFACE       network interface between nodes (default: the one of the default route; lo on a single node)
-#   LOGS        where logs/ goes (default: the directory of submission)
+#   LOGS        directory of the logs, LOGS/JOB/ATTEMPT (default: logs in the directory of submission)
 #   REQUEUE     0: never requeue, only pass the exit code on (for chains of jobs)
 #   MAX_STALLS  attempts in a row without a new checkpoint step after which it gives up (default 2)
 #   SRUN_ARGS   more arguments for srun

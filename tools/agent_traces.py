@@ -1,6 +1,6 @@
 """Writes conversations for the cold starts of configs/agents, to be trained on by `megatron-tlt sft`:
 
-    .venv/bin/python tools/agent_traces.py retry --count 2000 --out runs/agents-retry/traces.jsonl
+    .venv/bin/python tools/agent_traces.py retry --count 2000 --out runs/agents-retry-sft/traces.jsonl
     .venv/bin/python tools/agent_traces.py calculator --count 400 --out runs/smollm2-calculator/traces.jsonl
 
 retry        a wrong response, the environment's text, the worked solution (`demo_traces.py`): only the last has a loss

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.gpu.check import ROOT, Check
 from benchmarks.gpu.result import Result, Row
 from megatron_tlt.config.data import PromptSourceConfig
@@ -104,7 +102,7 @@ def launch(check: Check, folder: Path, steps: int, changes: dict[str, Any], rank
     for name in ("train", "eval"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = folder / "run.yaml"
-    config.write_text(yaml.safe_dump(merged(settings(check, folder, steps), changes)))
+    config.write_text(json.dumps(merged(settings(check, folder, steps), changes)))  # JSON is YAML
     threads = os.environ.get("OMP_NUM_THREADS", "1" if not check.is_cuda else "4")
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": threads}
     command = [sys.executable, "-m", "megatron_tlt", "train", str(config)]

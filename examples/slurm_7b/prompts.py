@@ -14,7 +14,7 @@ ASK = "\nReason step by step, and put the final result into \\boxed{}."
 def to_prompt(record: dict[str, str]) -> dict[str, str]:
     """One problem as a prompt; the reference answer is the text behind the last ####, or the field itself."""
     text = record.get("question") or record["problem"]
-    answer = record["answer"].rsplit("####", 1)[-1].replace(",", "").strip()
+    answer = record["answer"].rsplit("####", 1)[-1].strip()
     return {"prompt": text + ASK, "answer": answer}
 
 

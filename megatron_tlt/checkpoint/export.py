@@ -56,7 +56,8 @@ def export_problems(out: Path, config: Config, overwrite: bool, adapter: bool = 
     resume = config.checkpoint.resume
     problems = checkpoint_problems(resume)
     model = config.model
-    sources = model.path, model.megatron_path, model.tokenizer, run_dir, *({resume} - {"auto", "never"})
+    started_from = config.actor.lora and config.actor.lora.adapter_path
+    sources = model.path, model.megatron_path, model.tokenizer, started_from, run_dir, *({resume} - {"auto", "never"})
     command = ADAPTER_EXPORT if adapter else EXPORT
     if problem := problem_of(out, command, overwrite, [Path(source) for source in sources if source]):
         problems.append(ConfigProblem("--out", str(out), problem))
@@ -95,10 +96,17 @@ def write_run(
 
 
 def write_adapter(
-    checkpoint: Path, ranks: Ranks, model: ModelSection, out: Path, dtype: str, lora: LoraSection
+    checkpoint: Path,
+    ranks: Ranks,
+    model: ModelSection,
+    out: Path,
+    dtype: str,
+    lora: LoraSection,
+    overwrite: bool = False,
 ) -> str:
     """Writes a run's adapters as a PEFT directory, and its drafter as OUT/drafter, on rank 0; says what it wrote.
 
+    `out` appears whole or not at all, with `overwrite` in the place of an older export of adapters.
     Collective. Raises CheckpointError, ConfigError.
     """
     with together(ranks):
@@ -107,7 +115,7 @@ def write_adapter(
             AdaptedReader(TorchDistReader(checkpoint), model, lora),
         )
         source.check(config)
-    with new_directory(out, ADAPTER_EXPORT, source.num_factor_bytes, ranks, False, [checkpoint]) as scratch:
+    with new_directory(out, ADAPTER_EXPORT, source.num_factor_bytes, ranks, overwrite, [checkpoint]) as scratch:
         if ranks.is_main:
             source.write_peft(scratch, config, DTYPES[dtype])
             return _write_drafter(checkpoint, scratch, config, Path(model.path), out)

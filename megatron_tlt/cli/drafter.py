@@ -46,8 +46,8 @@ def add_drafter(commands: Any) -> None:
     train = add("train", _train, "train it on responses of the model, generated or from files; a stopped one goes on")
     measured = add("eval", _eval, "measure its acceptance on the config's held-out prompts")
     train.add_argument("--out", type=Path, required=True, help="directory to write")
-    train.add_argument("--drafter", type=Path, help="start from this drafter, not from fresh weights")
-    measured.add_argument("--drafter", type=Path, required=True, help="directory of the drafter")
+    train.add_argument("--drafter", type=Path, help="start from this directory or OWNER/NAME, not from fresh weights")
+    measured.add_argument("--drafter", type=Path, required=True, help="its directory, or OWNER/NAME on the hub")
     measured.add_argument("--out", type=Path, help="also write the result as JSON")
 
 
@@ -55,7 +55,7 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     args.signals = StopSignals().install() if args.action == "train" else None  # importing the rest takes seconds
     from megatron_tlt.config.root import Config
     from megatron_tlt.config.run import UNFINISHED
-    from megatron_tlt.data.hub import on_this_machine
+    from megatron_tlt.data.hub import fetch_argument, on_this_machine
     from megatron_tlt.trainer.chat_settings import with_date
 
     config = read_config(args, Config)
@@ -70,6 +70,8 @@ def _run(body: Body, args: argparse.Namespace) -> int:
 
     def start(world: World) -> int:
         here = on_this_machine(config, world, state_dir=unfinished, as_named=args.action == "eval")
+        if args.drafter is not None:
+            args.drafter = fetch_argument("--drafter", args.drafter, world)
         return body(with_date(here, world, unfinished), world, args)
 
     return run_on_every_rank(config.distributed, cpu_threads(), start)

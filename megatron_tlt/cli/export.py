@@ -62,10 +62,6 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     lora = config.actor.lora
     if args.adapter and lora is None:
         problems.append(ConfigProblem("--adapter", True, "needs a run with actor.lora"))
-    if args.adapter and args.overwrite:
-        problems.append(
-            ConfigProblem("--overwrite", True, "does not go with --adapter: name a new directory")
-        )
     if problems:
         raise ConfigError(problems)
     world.enter("load")
@@ -78,7 +74,7 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     world.enter("export")
     dtype = args.dtype or config.actor.dtype
     if args.adapter and lora is not None:
-        said = write_adapter(found, world, config.model, args.out, dtype, lora)
+        said = write_adapter(found, world, config.model, args.out, dtype, lora, args.overwrite)
     else:
         said = write_run(found, world, config.model, args.out, dtype, args.overwrite, lora)
     if world.is_main:

@@ -70,7 +70,7 @@ class RolloutSection(Section):
     that all replicas share. static (always with trtllm, which has no keyed sampling): every R-th prompt, dealt out
     before the rollout."""
     speculation: SpeculationSection = SpeculationSection()
-    """Speculative decoding in the embedded engine."""
+    """Speculative decoding, as far as the engine takes it (docs/reference/engines.md)."""
     trtllm: TrtllmSection = TrtllmSection()
     """The TensorRT-LLM engine."""
     vllm: VllmSection = VllmSection()

@@ -57,7 +57,7 @@ class CheckpointSection(Section):
     """Checkpoints in megatron's distributed format."""
 
     every: NonNegativeInt = 20
-    """Steps between checkpoints, also after the last step; 0: never."""
+    """Steps between checkpoints, also after the last step; 0: only at a signal."""
     keep: PositiveInt = 3
     """Newest checkpoints kept."""
     asynchronous: bool = True

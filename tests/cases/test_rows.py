@@ -10,6 +10,7 @@ import gzip
 import json
 import logging
 import lzma
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -456,3 +457,13 @@ def test_a_reward_of_verl_judges_verl_s_rows(tmp_path: Path) -> None:
     (named,) = build_scorers(RewardSection(functions=(RewardConfig(name="python", path=f"{code}:reward"),)))
     prompt = Prompt(0, "d", (), "1 + 2", found.answer, metadata=found.metadata)
     assert [named.scorer(prompt, sample(text)) for text in ("3", "4")] == [1.0, 0.0]
+
+
+def test_the_slurm_example_keeps_the_commas_of_an_answer() -> None:
+    """Coordinates and intervals are other answers without them; of a thousand `math` reads both spellings."""
+    to_prompt = runpy.run_path(str(POLICY.parents[1] / "examples/slurm_7b/prompts.py"))["to_prompt"]
+    worked = {"question": "Where?", "answer": "It is there.\n#### (1,-2)"}
+    found = [to_prompt(worked)["answer"], to_prompt({"problem": "How many?", "answer": "1,000"})["answer"]]
+    assert found == ["(1,-2)", "1,000"]
+    assert [reward("math", found[0], rf"\boxed{{{text}}}") for text in ("(1,-2)", "(1-2)")] == [1.0, 0.0]
+    assert reward("math", found[1], r"\boxed{1000}") == 1.0

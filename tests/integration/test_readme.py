@@ -72,7 +72,7 @@ def test_the_trained_directory_is_a_model_that_has_learned(folder: Path):
     trained = dict(after.named_parameters())
     assert any(not torch.equal(p, trained[name]) for name, p in before.named_parameters())
     assert AutoTokenizer.from_pretrained(folder / "my-model-trained").vocab_size > 0
-    steps = rows(folder / "runs/own")
+    steps = rows(folder / "runs/my-model")
     assert [row["step"] for row in steps] == [1, 2]
     peaks = {name for name in steps[-1] if name.startswith("memory/")}
     assert {f"memory/{phase}_peak_mib" for phase in ("rollout", "update", "weight_sync")} <= peaks

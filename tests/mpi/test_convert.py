@@ -138,7 +138,8 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
     section, lora = ModelSection(path=str(root / "qwen2_moe"), max_context=512), LoraSection(**LORA)
     given = root / "run-lora/step-000001", SingleProcess(), section
     write_run(*given, tmp_path / "hf", "fp32", lora=lora)
-    write_adapter(*given, tmp_path / "adapter", "fp32", lora)
+    for overwrite in (False, True):
+        write_adapter(*given, tmp_path / "adapter", "fp32", lora, overwrite)
     merged = load_file(tmp_path / "hf/model.safetensors")
     config, live = ModelConfig.from_hf(root / "qwen2_moe"), torch.load(root / "run-lora/after.pt")
     save_hf(tmp_path / "live", config, live.items())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from benchmarks.gpu.decode import open_engine
 from benchmarks.gpu.engines import cache_mib
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.mpi import forking_python
+from tests.helpers.mpi import ROOT, forking_python
 
 
 @pytest.mark.nightly
@@ -74,3 +78,55 @@ def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(
     record = json.loads(out.read_text())
     assert record["summary"]["failures"] == 1 and record["summary"]["versions/copy_gb_s"] > 0
     assert next(row for row in record["rows"] if "failure" in row)["part"] == "update"
+
+
+def imports(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that statements import where a module is loaded; of `from a import b` also a.b, which may be a module."""
+    for node in body:
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom(module=str(module)):
+                yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+            case ast.If() if "TYPE_CHECKING" not in ast.dump(node.test):
+                yield from imports([*node.body, *node.orelse])
+            case ast.Try():  # what is in one may be absent
+                yield from imports(node.orelse)
+
+
+def third_party(starts: list[str]) -> dict[str, str]:
+    """Top-level packages of others that modules of this repository import when they are loaded, with one that does."""
+    found: dict[str, str] = {}
+    seen, waiting = set(), [*starts]
+    while waiting:
+        name = waiting.pop()
+        file = ROOT / f"{name.replace('.', '/')}.py"
+        if name in seen or not file.is_file():
+            continue
+        seen.add(name)
+        for imported in imports(ast.parse(file.read_text()).body):
+            top = imported.partition(".")[0]
+            if top in ("benchmarks", "megatron_tlt"):
+                waiting.append(imported)
+            elif top not in sys.stdlib_module_names:
+                found.setdefault(top, name)
+    return found
+
+
+def test_a_machine_without_network_gets_every_package_that_the_check_imports():
+    """From the wheels of `make gpu-wheels`, or in the image that the page asks for."""
+    names = re.search(r"^WHEELS := (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    page = (ROOT / "docs/guides/gpu_check.md").read_text()
+    image = re.search(r"an image that has (.*?) already", page, re.S)
+    assert names is not None and image is not None
+    there = {name.replace("\\", "") for name in names[1].split("|")} | set(re.findall(r"[\w-]+", image[1]))
+    there = {name.lower().replace("_", "-") for name in there}
+    parts = [f"benchmarks.gpu.{path.stem}" for path in (ROOT / "benchmarks/gpu").glob("*.py")]
+    needed = third_party([*parts, "benchmarks.gpu_check", "megatron_tlt.trainer.preflight", "megatron_tlt.trainer.job"])
+    packages = packages_distributions()
+    absent = {
+        name: by
+        for name, by in needed.items()
+        if there.isdisjoint(package.lower().replace("_", "-") for package in packages[name])
+    }
+    assert len(needed) > 8 and absent == {}

@@ -61,6 +61,37 @@ def test_runnable_files_pass_every_check(path):
     assert "Ranks:" in render_check(config, None, ranks)
 
 
+def printed_runs() -> set[tuple[str, Path]]:
+    """(configuration, where it goes) of every command of RL that a page or a file's head prints."""
+    folders = [ROOT / name for name in ("docs", "configs", "examples", "benchmarks")]
+    pages = [page for folder in folders for end in ("*.md", "*.yaml") for page in folder.rglob(end)]
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in [ROOT / "README.md", *pages])
+    found = set()
+    for command in re.findall(r"launch/local\.sh -n \d+ ([^`#\n-][^`#\n]*)", text):
+        name, *options = command.split()
+        overrides = [option for option in options if option.startswith("train.run_dir=")]
+        if (ROOT / name).is_file():
+            found.add((name, (ROOT / load_config(ROOT / name, overrides).train.run_dir).resolve()))
+    return found
+
+
+def test_printed_runs_of_two_configurations_have_two_run_directories():
+    """The second one would go on with the first one's checkpoint."""
+    runs = printed_runs()
+    directories = [directory for _, directory in runs]
+    assert len(runs) > 20 and len(set(directories)) == len(directories), sorted(runs)
+
+
+def test_no_run_directory_holds_what_another_command_writes():
+    """A start refuses a directory with files that are not its own."""
+    tuned = [load_config(path, root=SftConfig).sft for path in RUNS if "sft" in read_config_file(path)]
+    runs = {directory for _, directory in printed_runs()}
+    runs |= {Path(load_config(path).train.run_dir).resolve() for path in RUNS if "sft" not in read_config_file(path)}
+    others = {Path(place).resolve() for sft in tuned for place in (sft.out, sft.train_path)}
+    assert runs.isdisjoint(others)
+    assert [(run, other) for run in runs for other in runs | others if run in other.parents] == []
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=label)
 def test_recipes_draft_and_train_their_drafter_and_fit(path):
     config = load_config(path)

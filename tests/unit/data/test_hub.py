@@ -242,6 +242,20 @@ def test_evaluations_measure_the_models_that_are_named_on_the_rows_of_the_run(
     assert (config.data.train, config.data.eval) == (local.data.train, local.data.eval)
 
 
+@pytest.mark.parametrize("action", ["train", "eval"])
+def test_a_drafter_of_the_command_line_may_be_a_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    hub.repositories["models/a/drafter"] = Repository({"config.json": b"{ }"})
+    read: list[Path] = []
+    monkeypatch.setattr(drafter, "run_on_every_rank", lambda section, threads, start: start(ALONE) or 0)
+    monkeypatch.setattr(drafter, f"_{action}", lambda config, world, args: read.append(args.drafter))
+    command = ["drafter", action, str(ROOT / "configs/quickstart.yaml"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--drafter", "a/drafter"]) == 0
+    assert [path.name for path in read] == [hub.repositories["models/a/drafter"].commit]
+    assert (read[0] / "config.json").read_bytes() == b"{ }"
+
+
 def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, tmp_path: Path) -> None:
     sft = {"train_path": "a/rows", "subset": "main", "out": str(tmp_path / "out")}
     config = build_config({"model": {"path": "a/policy"}, "sft": sft}, (), SftConfig)
