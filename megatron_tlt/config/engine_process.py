@@ -23,6 +23,7 @@ class EngineProcessSection(Section):
     loads_experts_whole: ClassVar[bool] = False  # a weight sync has all experts of a layer twice
     gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
     batches_contexts: ClassVar[bool] = False  # its steps may take a whole context's tokens
+    kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
     sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
     note: ClassVar[str | None] = None  # a line of `check`'s report
 

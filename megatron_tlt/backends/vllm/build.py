@@ -31,7 +31,6 @@ from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
 _LEAST_CAPABILITY = (8, 0)  # of a GPU, for vLLM's batch-invariant mode
-_BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
 
 def build_backend(options: EngineOptions) -> VllmBackend:
@@ -54,7 +53,7 @@ def build_backend(options: EngineOptions) -> VllmBackend:
         process.start(
             llm=arguments,
             hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,
-            max_len=arguments["max_model_len"],
+            max_len=options.max_request,
             max_requests=rollout.max_running_requests,
             speculation=rollout.speculation.model_dump(),
             routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
@@ -92,7 +91,7 @@ def _require_capability(numerics: str, device: torch.device) -> None:
 
 def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     """The engine's arguments; writes the drafter into `folder`, which the engine reads at its start."""
-    rollout, model, drafter = options.rollout, options.model, options.drafter
+    rollout, model, drafter, block = options.rollout, options.model, options.drafter, options.rollout.vllm.kv_block
     device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
     cached = policy.num_layers * policy.num_kv_heads * policy.head_dim // rollout.tp
@@ -107,17 +106,17 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     # It counts a block's anchor, too.
     shape = None if drafter is None else drafter.config
     behind = longest_draft(rollout, shape, options.takes_drafts) + is_block
-    context = min(model.max_context + behind, policy.max_position_embeddings)
-    block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
+    context = min(options.max_request + behind, policy.max_position_embeddings)
+    block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * block
     blocks = choose_num_blocks(
         block_bytes,
-        block_size=_BLOCK,
+        block_size=block,
         max_running=rollout.max_running_requests,
         max_context=context,
         budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
         local_ranks=options.local_ranks,
-        longest_request=options.longest_request,
+        longest_request=context,  # vLLM holds one block back, and starts only if the rest has room for this
     )
     speculation = speculative_config(rollout, shape, folder, options.takes_drafts)
     model = model.model_copy(update={"max_context": context})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,8 +26,11 @@ from megatron_tlt.backends.vllm.args import (
     request_args,
     speculative_config,
 )
+from megatron_tlt.backends.vllm.build import _arguments
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
+from megatron_tlt.config.checks.rollout import check_rollout
+from megatron_tlt.config.load import load_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -90,6 +95,38 @@ def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:
     assert engine_args(sleeping, MODEL, 1 << 30, None, "cuda") == on_gpu | more
     shared = engine_args(ours.model_copy(update={"tp": 4}), MODEL, 1 << 30, None, "cuda")
     assert shared["tensor_parallel_size"] == 4 and shared["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 8189])  # a whole number of blocks: without drafts, and with some of them
+def test_vllm_starts_with_the_least_cache_that_check_accepts(max_tokens: int, tmp_path: Path) -> None:
+    """It wants room for a context as long as its `max_model_len`, beside a block that it holds back."""
+    sizes = ["model.max_context=32768", "data.max_prompt_tokens=2048", f"rollout.max_tokens={max_tokens}"]
+    engine = ["rollout.backend=vllm", "rollout.speculation.drafter=suffix", "rollout.dtype=bf16"]
+    recipe = ROOT / "configs/models/qwen2.5-7b.yaml"
+    config = load_config(recipe, [*sizes, *engine, "rollout.kv_cache_mib=1"])
+    shape = config.model.architecture
+    assert shape is not None
+    (problem,) = check_rollout(config, shape, 1, "cpu")
+    least = re.findall(r"must be >= (\d+) MiB", problem.allowed)[0]
+    about = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": 32768,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    model = config.model.model_copy(update={"path": str(tmp_path)})
+    block_bytes = 2 * 28 * 4 * 128 * 2 * 128  # keys and values, layers, heads, their width, bytes, tokens
+    for mib in (1024, int(least)):
+        section, longest = config.rollout.model_copy(update={"kv_cache_mib": mib}), config.longest_sequence
+        given = _arguments(EngineOptions(section, model, longest_request=longest), tmp_path)
+        usable = 128 * (given["kv_cache_memory_bytes"] // block_bytes - 1)
+        assert longest < given["max_model_len"] <= usable
 
 
 def test_a_request_ends_where_the_embedded_engines_does() -> None:
