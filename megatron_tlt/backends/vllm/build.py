@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
@@ -44,11 +44,15 @@ def build_backend(options: EngineOptions) -> VllmBackend:
     policy = ModelConfig.from_hf(model.path)
     assert (drafter is not None) == (rollout.speculation.trained is not None)
     _require_capability(rollout.numerics, device)
+    store: dist.TCPStore | None = None
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         arguments = _arguments(options, Path(folder))
         variables = visible_device(device, "vllm")
         if (tp := options.tp) is not None and tp.size > 1:
-            variables |= launcher_variables(tp.rank, tp.size, tp.broadcast_object(_free_port()))
+            store = _store() if tp.rank == 0 else None
+            port = tp.broadcast_object(None if store is None else store.port)
+            assert port is not None
+            variables |= launcher_variables(tp.rank, tp.size, port)
         process = EngineProcess(vllm_launch(rollout, device.type), variables)
         process.start(
             llm=arguments,
@@ -69,17 +73,17 @@ def build_backend(options: EngineOptions) -> VllmBackend:
         options,
         end_tokens(policy, options.tokenizer),
         experts_per_token=policy.num_experts_per_tok,
+        store=store,
     )
     backend.release()  # until the first rollout
     return backend
 
 
-def _free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+def _store() -> dist.TCPStore:
+    """Where the processes of one engine meet. It listens from now on: until vLLM's first rank would, half a minute
+    later, another engine of this machine could take a port that is only free.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _require_capability(numerics: str, device: torch.device) -> None:

