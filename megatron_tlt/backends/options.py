@@ -51,3 +51,8 @@ class EngineOptions:
     """Calls bring drafts (`GenerateCall.drafts`), whose verification is captured, too."""
     kv_cache_bytes: int | None = None
     """The KV cache of the memory plan, by default `rollout.kv_cache_mib`."""
+
+    @property
+    def max_request(self) -> int:
+        """Most tokens of a request: `longest_request`, or all of the context where it is not known."""
+        return self.longest_request or self.model.max_context

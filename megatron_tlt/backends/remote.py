@@ -191,7 +191,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
         """Raises BackendError for a prompt that is too long."""
-        total, most = len(prompt.token_ids) + params.max_tokens, self._options.model.max_context
+        total, most = len(prompt.token_ids) + params.max_tokens, self._options.max_request
         if total > most:
             raise BackendError(
                 f"prompt {prompt.prompt_id}: prompt and response of {total} tokens exceed the context of {most}"

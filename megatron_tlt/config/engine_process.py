@@ -23,6 +23,7 @@ class EngineProcessSection(Section):
     loads_experts_whole: ClassVar[bool] = False  # a weight sync has all experts of a layer twice
     gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
     batches_contexts: ClassVar[bool] = False  # its steps may take a whole context's tokens
+    kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
     sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
     note: ClassVar[str | None] = None  # a line of `check`'s report
 
@@ -46,8 +47,9 @@ class VllmSection(EngineProcessSection):
     """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else
     of .venv/peers-vllm (`make bench-vllm`), beside the package."""
     hidden_mib: NonNegativeInt = 1024
-    """Memory for hidden states of running responses, in the engine's process: requests that find none left are not
-    trained on. A drafter of kind eagle3 needs four times the bytes of one of kind eagle."""
+    """Memory for hidden states of running responses, in the engine's process, where each takes that of the longest
+    request: requests that find none left are not trained on. A drafter of kind eagle3 needs four times the bytes of one
+    of kind eagle."""
 
     def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
         speculation = config.rollout.speculation
@@ -58,9 +60,13 @@ class VllmSection(EngineProcessSection):
         if config.rollout.numerics == "invariant" and device == "cpu":
             allowed = "must be 'default' on CPU with rollout.backend: vllm, whose batch-invariant mode needs Triton"
             yield ConfigProblem("rollout.numerics", "invariant", allowed)
-        if config.idle.train_drafter and config.hidden_states_of == "engine" and not self.hidden_mib:
-            allowed = "must be above 0 with idle.train_drafter, or there is nothing to train on"
-            yield ConfigProblem("rollout.vllm.hidden_mib", 0, allowed)
+        least = 1  # MiB: those of one request
+        if shape is not None:
+            state = speculation.state_parts * shape.hidden_size * (4 if config.rollout.dtype == "fp32" else 2)
+            least = -(-config.longest_sequence * state // 2**20)
+        if config.idle.train_drafter and config.hidden_states_of == "engine" and self.hidden_mib < least:
+            allowed = f"must be >= {least} with idle.train_drafter: a request of full length, or nothing is trained on"
+            yield ConfigProblem("rollout.vllm.hidden_mib", self.hidden_mib, allowed)
         reads_layers = speculation.state_parts > 1
         if shape is not None and shape.num_experts and reads_layers and shape.family != "qwen3_moe":
             allowed = f"reads layers of the policy, which vLLM does not hand out for a {shape.family} policy"

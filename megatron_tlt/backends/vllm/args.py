@@ -72,6 +72,7 @@ def engine_args(
     policy's weights, and keeps the drafter's, which no weight sync has to bring.
     """
     is_eager = device != "cuda" or not rollout.graph_memory_mib
+    # Of patterns that match no parameter vLLM refuses all but this one, so engines without a drafter may have it, too.
     sleep = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
     arguments: dict[str, Any] = {
         "model": str(Path(model.path).resolve()),
@@ -108,8 +109,8 @@ def _tensor_parallel(size: int) -> dict[str, Any]:
 
 
 def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """How a process of one of `size` ranks on this machine finds the others, by torch's names. Each sees one GPU, so
-    reductions that open the others' memory are off.
+    """How a process of one of `size` ranks on this machine finds the others, by torch's names: at the `port` of a
+    store. Each sees one GPU, so reductions that open the others' memory are off.
     """
     return {
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
@@ -119,6 +120,7 @@ def launcher_variables(rank: int, size: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 is a client of the store there, too
     }
 
 

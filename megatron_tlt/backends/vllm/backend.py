@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
@@ -22,9 +23,10 @@ class VllmBackend(RemoteBackend):
 
     capabilities = CAPABILITIES["vllm"]
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """As `RemoteBackend`."""
+    def __init__(self, *args: Any, store: dist.Store | None = None, **kwargs: Any):
+        """As `RemoteBackend`. `store`: where the engine's processes meet; served here as long as the engine lives."""
         super().__init__(*args, **kwargs)
+        self._store = store
         self._sleeps = self._rollout.engine_sleeps(torch.device(self._options.device).type)
         self._asleep: set[str] = set()  # of "kv_cache" and "weights", vLLM's names
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
@@ -31,7 +31,6 @@ from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
 _LEAST_CAPABILITY = (8, 0)  # of a GPU, for vLLM's batch-invariant mode
-_BLOCK = 128  # tokens: vLLM's own block on CPUs, a multiple of those on GPUs
 
 
 def build_backend(options: EngineOptions) -> VllmBackend:
@@ -45,16 +44,20 @@ def build_backend(options: EngineOptions) -> VllmBackend:
     policy = ModelConfig.from_hf(model.path)
     assert (drafter is not None) == (rollout.speculation.trained is not None)
     _require_capability(rollout.numerics, device)
+    store: dist.TCPStore | None = None
     with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
         arguments = _arguments(options, Path(folder))
         variables = visible_device(device, "vllm")
         if (tp := options.tp) is not None and tp.size > 1:
-            variables |= launcher_variables(tp.rank, tp.size, tp.broadcast_object(_free_port()))
+            store = _store() if tp.rank == 0 else None
+            port = tp.broadcast_object(None if store is None else store.port)
+            assert port is not None
+            variables |= launcher_variables(tp.rank, tp.size, port)
         process = EngineProcess(vllm_launch(rollout, device.type), variables)
         process.start(
             llm=arguments,
             hidden_bytes=rollout.vllm.hidden_mib << 20 if options.keep_layers is not None else 0,
-            max_len=arguments["max_model_len"],
+            max_len=options.max_request,
             max_requests=rollout.max_running_requests,
             speculation=rollout.speculation.model_dump(),
             routed_experts=route_type(policy.num_experts) if options.keep_routed_experts else None,
@@ -70,17 +73,17 @@ def build_backend(options: EngineOptions) -> VllmBackend:
         options,
         end_tokens(policy, options.tokenizer),
         experts_per_token=policy.num_experts_per_tok,
+        store=store,
     )
     backend.release()  # until the first rollout
     return backend
 
 
-def _free_port() -> int:
-    """A port of this machine that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+def _store() -> dist.TCPStore:
+    """Where the processes of one engine meet. It listens from now on: until vLLM's first rank would, half a minute
+    later, another engine of this machine could take a port that is only free.
+    """
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _require_capability(numerics: str, device: torch.device) -> None:
@@ -92,7 +95,7 @@ def _require_capability(numerics: str, device: torch.device) -> None:
 
 def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     """The engine's arguments; writes the drafter into `folder`, which the engine reads at its start."""
-    rollout, model, drafter = options.rollout, options.model, options.drafter
+    rollout, model, drafter, block = options.rollout, options.model, options.drafter, options.rollout.vllm.kv_block
     device = torch.device(options.device)
     policy = ModelConfig.from_hf(model.path)
     cached = policy.num_layers * policy.num_kv_heads * policy.head_dim // rollout.tp
@@ -107,17 +110,17 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     # It counts a block's anchor, too.
     shape = None if drafter is None else drafter.config
     behind = longest_draft(rollout, shape, options.takes_drafts) + is_block
-    context = min(model.max_context + behind, policy.max_position_embeddings)
-    block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * _BLOCK
+    context = min(options.max_request + behind, policy.max_position_embeddings)
+    block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * block
     blocks = choose_num_blocks(
         block_bytes,
-        block_size=_BLOCK,
+        block_size=block,
         max_running=rollout.max_running_requests,
         max_context=context,
         budget_bytes=options.kv_cache_bytes or rollout.kv_cache_bytes,
         device=device,
         local_ranks=options.local_ranks,
-        longest_request=options.longest_request,
+        longest_request=context,  # vLLM holds one block back, and starts only if the rest has room for this
     )
     speculation = speculative_config(rollout, shape, folder, options.takes_drafts)
     model = model.model_copy(update={"max_context": context})

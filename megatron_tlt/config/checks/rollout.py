@@ -76,8 +76,11 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    blocks = -(-config.longest_sequence // KV_BLOCK) + 1  # samples of a prompt need a copy of its last block
-    needed = -(-blocks * KV_BLOCK * kv_bytes_per_token(config, shape) // 2**20)
+    # Samples of a prompt need a copy of its last block. vLLM holds a block back, and drafts may begin one more.
+    process = rollout.engine_process
+    block, more = (KV_BLOCK, 1) if process is None else (process.kv_block, 2)
+    blocks = -(-config.longest_sequence // block) + more
+    needed = -(-blocks * block * kv_bytes_per_token(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"
         yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

@@ -117,7 +117,7 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     process = rollout.engine_process
-    forward = rollout.most_step_tokens(config.model.max_context) * row_bytes(config, shape)
+    forward = rollout.most_step_tokens(config.longest_sequence) * row_bytes(config, shape)
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size

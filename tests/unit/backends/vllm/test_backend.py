@@ -76,6 +76,14 @@ def toy_backend(process: ToyProcess, most: int) -> tuple[VllmBackend, ToyProcess
     return VllmBackend(process, weights, EngineOptions(rollout, MODEL, drafter=drafter)), process  # type: ignore[arg-type]
 
 
+def test_a_request_longer_than_the_engine_was_made_for_is_refused() -> None:
+    weights, longest = toy_backend(ToyProcess(), 2)[0]._weights, 5
+    options = EngineOptions(RolloutSection(), MODEL, longest_request=longest)
+    backend = VllmBackend(ToyProcess(), weights, options)  # type: ignore[arg-type]
+    with pytest.raises(BackendError, match="6 tokens exceed the context of 5"):
+        backend.generate(GenerateCall([Prompt(0, "q", (1, 2), "?")], SamplingParams(max_tokens=4), 1))
+
+
 def test_an_end_of_an_unknown_kind_ends_the_rollout() -> None:
     """What an interrupted one leaves: test_turns.py and ../test_pre_rollouts.py."""
     backend, process = toy_backend(ToyProcess(), 2)

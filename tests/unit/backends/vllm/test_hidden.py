@@ -63,6 +63,15 @@ def test_the_last_state_of_each_position_is_kept(runner: Runner) -> None:
     assert tap.take("e", 1) is not None and tap.take("f", 1) is not None, "both slots are free again"
 
 
+def test_drafts_behind_the_longest_request_leave_other_requests_states(runner: Runner) -> None:
+    tap = PositionTap(runner, L, 8, budget_bytes=2 * L * H * 4)
+    forward(runner, 100.0, a=[L - 2], b=[0])
+    forward(runner, 200.0, a=[L - 1, L, L + 1])
+    a, b = tap.take("a", L), tap.take("b", 1)
+    assert a is not None and b is not None
+    assert a[-1, 0] == 200 + L - 1 and b[0, 0] == 100
+
+
 def test_released_memory_is_taken_again_by_the_next_forward(runner: Runner) -> None:
     tap = PositionTap(runner, L, 8, budget_bytes=2 * L * H * 4)
     for value in (100.0, 200.0):

@@ -233,6 +233,19 @@ def test_vllm_hands_out_layers_of_one_family_with_experts(family: str, wrong: bo
         assert {p.path for p in found} == ({at} if wrong and DRAFTERS[kind].layers_read else set())
 
 
+def test_vllm_has_room_for_the_hidden_states_of_a_request() -> None:
+    """Or the drafter would train on none: 20,992 tokens of 64 values, of eagle3 four times as many."""
+    sizes = ["model.max_context=32768", "data.max_prompt_tokens=512", "rollout.max_tokens=20480"]
+    given, at = [*sizes, "rollout.backend=vllm", "idle.train_drafter=true"], "rollout.vllm.hidden_mib"
+    shape = SHAPE.model_copy(update={"hidden_size": 64})
+    for kind, dtype, least in (("eagle", "fp32", 6), ("eagle", "bf16", 3), ("eagle3", "bf16", 11)):
+        more = [*given, f"rollout.speculation.drafter={kind}", f"rollout.dtype={dtype}"]
+        for mib in (least, least - 1):
+            found = check_config(build_config(BASE, [*more, f"{at}={mib}"]), shape, 4)
+            allowed = [problem.allowed for problem in found if problem.path == at]
+            assert [text.startswith(f"must be >= {least} with idle") for text in allowed] == [True] * (mib < least)
+
+
 def test_dense_layers_are_compared_as_a_set() -> None:
     there = SHAPE.model_copy(update={**EXPERTS, "dense_layers": (0, 3)})
     for dense, is_wrong in (((3, 0), False), ((0,), True)):

@@ -371,6 +371,7 @@ def test_invariant_numerics_plan_the_sums_of_their_splits():
 def test_vllm_plans_the_rows_that_it_is_started_with():
     shape = shape_of("qwen2.5-7b")
     settings = ["distributed.device=cuda", "rollout.dtype=bf16", "rollout.max_batched_tokens=8192"]
-    config = config_of(*settings, "model.max_context=65536", "rollout.backend=vllm")
-    rows = engine_args(config.rollout, config.model, 1 << 30, None, "cuda")["max_num_batched_tokens"]
+    config = config_of(*settings, "model.max_context=65536", "rollout.max_tokens=32000", "rollout.backend=vllm")
+    model = config.model.model_copy(update={"max_context": config.longest_sequence})
+    rows = engine_args(config.rollout, model, 1 << 30, None, "cuda")["max_num_batched_tokens"]
     assert engine.rollout_step_bytes(config, shape, "cuda") == rows * engine.row_bytes(config, shape)
