@@ -55,12 +55,11 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     """Evaluates the model in `model.path` on the held-out prompts; prints the result as JSON. Collective."""
     from megatron_tlt.data.prompts import held_out_prompts
     from megatron_tlt.observe.progress import build_progress
-    from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
     from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_checkpoints
-    from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues
+    from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues, reward_pool
 
     check_on(without_checkpoints(config), world, [*check_held_out(config)])
     config = with_date(config, world)
@@ -68,7 +67,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     environments = open_environments(config, tokenizer, world)
     with before_a_run(config.env):
         prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
-    rewards = RewardPool(config.rewards)
+    rewards = reward_pool(config, world)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)
     push_policy(config, world, backend)

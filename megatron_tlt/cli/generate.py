@@ -142,7 +142,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     environments, params = None, _sampling(args)
     if env is not None:
         ends = ModelConfig.from_hf(args.model).eos_token_ids
-        environments = Environments(env, tokenizer, world, chat=args.chat, ends=ends)
+        environments = Environments(env, tokenizer, world, chat=args.chat, ends=ends, tp=world.size)
         params = replace(params, max_turn_tokens=env.max_turn_tokens or 0)
     with ExitStack() as at_end:
         if environments is not None:

@@ -37,7 +37,8 @@ class EnvSection(Section):
     """A step or a reset that takes longer costs that trajectory a recorded failure: it is not trained on. The only
     clock."""
     workers: PositiveInt = 1
-    """Worker processes per rank; each runs one step at a time and holds many trajectories' environments."""
+    """Worker processes per rank; each runs one step at a time and holds many trajectories' environments. The first rank
+    of an engine of several (`rollout.tp`) has those of all."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process. One is replaced where half of what the loaded code has left of it stays taken after
     a MemoryError."""

@@ -61,6 +61,16 @@ def gather_columns(world: World, columns: dict[str, np.ndarray]) -> dict[str, np
     return {name: np.concatenate([part[name] for part in parts]) for name in columns}
 
 
+def gather_large(world: World, value: T | None) -> list[T]:
+    """Values of the ranks that have one (not None), by rank; this rank's own is `value` itself. Collective.
+
+    One broadcast a value, so a rank takes the sum of all values. An all-gather pads each one to the largest: where one
+    rank has most of the bytes, that is the world's size times as much.
+    """
+    has_one = world.all_gather_object(value is not None)
+    return [world.broadcast_object(value, rank) for rank, has in enumerate(has_one) if has]
+
+
 def sum_over_replicas(world: World, dims: Dims, values: np.ndarray) -> np.ndarray:
     """Sum over data-parallel replicas, in rank order, so that it is the same bits on every rank. Collective."""
     parts = world.all_gather_object(values)

@@ -27,7 +27,7 @@ class SingleProcess:
         """[value]."""
         return [value]
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """`value`."""
         return value
 

@@ -200,8 +200,7 @@ class World:
 
     def _name_missing(self, number: int, waited: float) -> None:
         """Names the ranks that have not come to the wait of this number, in a line of the first rank that has."""
-        keys = {rank: f"waits/{rank}" for rank in range(self.size)}
-        come = {rank: self.store.check([key]) and int(self.store.get(key)) >= number for rank, key in keys.items()}
+        come = {rank: int(text) >= number for rank, text in enumerate(self._read_board("waits"))}
         missing = [rank for rank in come if not come[rank]]
         if not missing:  # the last one has come since
             return
@@ -236,15 +235,17 @@ class World:
         """
         behind = {}
 
-        def read_board() -> None:
-            for rank in range(self.size):
-                key = f"phase/{rank}"
-                text = self.store.get(key).decode() if self.store.check([key]) else "0|-1|start"
+        def read_phases() -> None:
+            for rank, text in enumerate(self._read_board("phase")):
                 order, step, phase = text.split("|", 2)
                 if int(order) < self._phase.order:
                     behind[rank] = f"phase {phase}, step {step}"
 
-        return behind if _is_answered(read_board) else {0: "an unknown phase, its store does not answer"}
+        return behind if _is_answered(read_phases) else {0: "an unknown phase, its store does not answer"}
+
+    def _read_board(self, name: str) -> list[str]:
+        """Entry `name` of every rank, in one request: after a timeout many ranks read the board at once."""
+        return [text.decode() for text in self.store.multi_get([f"{name}/{rank}" for rank in range(self.size)])]
 
     def abort(self, code: int = 1, detail: str = "", waited_for: Sequence[int] = ()) -> None:
         """Ends every rank of the job with a non-zero exit.
@@ -397,9 +398,12 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
     host, port = comm.bcast(address, root=0)
     store = server if comm.rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    board = dist.PrefixStore("board", store)
+    board.set(f"phase/{comm.rank}", "0|-1|start")  # before the group connects: reads find all
+    board.set(f"waits/{comm.rank}", "0")
     group_store = dist.PrefixStore("world", store)
     dist.init_process_group(backend, store=group_store, rank=comm.rank, world_size=comm.size, timeout=timeout)
-    return dist.PrefixStore("board", store)
+    return board
 
 
 def _reachable_address(hosts: list[str]) -> str:

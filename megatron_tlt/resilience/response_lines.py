@@ -41,11 +41,31 @@ def decode_sample(fields: dict[str, Any]) -> Sample:
 
 def whole_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
     """The values of the lines up to the first one whose checksum is wrong."""
+    return (json.loads(body) for _, body in whole_bodies(file))
+
+
+def whole_bodies(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """As `whole_lines`, the JSON of each line behind the line's offset from the present place, in bytes."""
+    offset = 0
     for line in file:
         body = line[9:-1]
         if line != b"%08x %s\n" % (zlib.crc32(body), body):
             return
-        yield json.loads(body)
+        yield offset, body
+        offset += len(line)
+
+
+def number_in(body: bytes, name: str) -> int:
+    """The number in field `name` of a response's line, without decoding its tokens. No text of the line can look like a
+    field: JSON escapes its quotes.
+    """
+    begin = body.index(b'"%s": ' % name.encode()) + len(name) + 4
+    return int(body[begin : body.index(b",", begin)])
+
+
+def is_continued(body: bytes) -> bool:
+    """Whether a response's line has tokens that earlier steps drew."""
+    return b'"earlier": [], ' not in body
 
 
 def prompt_crc(prompt: Prompt) -> int:

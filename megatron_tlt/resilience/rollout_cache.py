@@ -16,6 +16,7 @@ then one response a line. A crash tears at most the last line; reading stops at 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -34,7 +35,10 @@ from megatron_tlt.resilience.response_lines import (
     decode_sample,
     encode_line,
     encode_response,
+    is_continued,
+    number_in,
     prompt_crc,
+    whole_bodies,
     whole_lines,
 )
 from megatron_tlt.types import Prompt, Sample
@@ -53,14 +57,42 @@ Weights = Iterable[tuple[str, "Tensor"]]
 Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
 
-def read_responses(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Responses | None:
-    """Responses to the prompts in `prompt_crcs` (by id); None for a file of another key. Raises OSError."""
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """Where a response is on the disk. Any replica may fetch its prompt: the one that has decodes it."""
+
+    path: Path
+    offset: int  # of its line, in bytes
+    crc: int  # of its line
+    is_continued: bool  # earlier steps drew a part of it
+
+    def read(self) -> Sample:
+        """The response. Raises OSError."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            line = next(whole_lines(file), None)
+        if line is None:
+            raise OSError(errno.EIO, "was changed while it was in use", str(self.path))
+        return decode_sample(line["sample"])
+
+
+def find_responses(
+    path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]
+) -> dict[tuple[int, int], StoredResponse] | None:
+    """Responses to the prompts in `prompt_crcs` (by id), by prompt id and sample index; None for a file of another key.
+    Raises OSError.
+    """
+    found = {}
     with path.open("rb") as file:
-        lines = whole_lines(file)
-        if next(lines, None) != json.loads(json.dumps(key)):
+        bodies = whole_bodies(file)
+        _, first = next(bodies, (0, b"null"))
+        if json.loads(first) != json.loads(json.dumps(key)):
             return None
-        samples = [(decode_sample(line["sample"]), line["prompt_crc"]) for line in lines]
-    return {(s.prompt_id, s.sample_index): s for s, crc in samples if prompt_crcs.get(s.prompt_id) == crc}
+        for offset, body in bodies:
+            prompt_id, index = number_in(body, "prompt_id"), number_in(body, "sample_index")
+            if prompt_crcs.get(prompt_id) == number_in(body, "prompt_crc"):
+                found[prompt_id, index] = StoredResponse(path, offset, zlib.crc32(body), is_continued(body))
+    return found
 
 
 class ResponseWriter:
@@ -131,7 +163,9 @@ class Fingerprint(Protocol):
 
 
 class RolloutCache:
-    """One rank's part; the first rank of a replica writes, all of them read. Disk errors never end a run."""
+    """One rank's part; the first rank of a replica writes, all of them read. Disk errors do not end a run, but where a
+    response that was there at the step's begin cannot be read any more.
+    """
 
     def __init__(
         self,
@@ -194,23 +228,23 @@ class RolloutCache:
     def generate(self, call: GenerateCall) -> list[Sample]:
         """As the backend's `generate`, with cached responses in place of new ones; `call.prompts` is a `PromptQueue`.
 
-        Collective while there may be responses of an earlier start.
+        Collective while there may be responses of an earlier start. Raises OSError where one of these cannot be read
+        any more.
         """
         if not self._keeps:
             return self._backend.generate(call)
         queue = call.prompts
         assert isinstance(queue, PromptQueue)
-        found: Responses = {}
-        if self._old_files is not None:  # any replica may fetch any prompt
-            found = self._same_in_replica(self._read(self._old_files, queue.prompts, call.num_samples))
-        found = {at: s for at, s in found.items() if at not in call.have and _continues(s, call.begun.get(at))}
-        if call.on_response is not None:
-            for sample in found.values():
-                call.on_response(sample)
+        found: dict[tuple[int, int], StoredResponse] = {}
+        if self._old_files is not None:
+            found = self._same_in_replica(self._find(self._old_files, queue.prompts, call))
         on_response = self._writer_for(queue.prompts, call.on_response)
         made = self._backend.generate(replace(call, have={*call.have, *found}, on_response=on_response))
         fetched = {prompt.prompt_id for prompt in queue.fetched}
-        reused = [sample for sample in found.values() if sample.prompt_id in fetched]
+        reused = [stored.read() for (prompt_id, _), stored in found.items() if prompt_id in fetched]
+        if call.on_response is not None:
+            for sample in reused:
+                call.on_response(sample)
         self._reused += len(reused)
         return sorted([*reused, *made], key=lambda s: (s.prompt_id, s.sample_index))
 
@@ -263,42 +297,49 @@ class RolloutCache:
         found = {path.name.removeprefix("step-"): path for path in sorted(self._directory.glob("step-*"))}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
-    def _read(self, files: Sequence[Path], prompts: Sequence[Prompt], num_samples: int) -> Responses:
-        """Responses to these prompts in files with the present key."""
-        found: Responses = {}
+    def _find(
+        self, files: Sequence[Path], prompts: Sequence[Prompt], call: GenerateCall
+    ) -> dict[tuple[int, int], StoredResponse]:
+        """Responses to these prompts in files with the present key, those that the call lacks."""
+        found: dict[tuple[int, int], StoredResponse] = {}
+        crcs = _crcs(prompts)
         for path in files:
             try:
-                responses = read_responses(path, self._key, _crcs(prompts))
+                responses = find_responses(path, self._key, crcs)
+                if responses is None:
+                    _log.info("%s has responses of other weights or settings: not used", path)
+                    continue
+                found |= {
+                    at: stored
+                    for at, stored in responses.items()
+                    if at[1] < call.num_samples and at not in call.have and _continues(stored, call.begun.get(at))
+                }
             except OSError as error:
                 _log.warning("%s cannot be read, its responses are generated again: %s", path, error)
-                continue
-            if responses is None:
-                _log.info("%s has responses of other weights or settings: not used", path)
-                continue
-            found |= {at: sample for at, sample in responses.items() if at[1] < num_samples}
         return found
 
-    def _same_in_replica(self, found: Responses) -> Responses:
-        """`found` if all ranks of this replica read the same, else nothing: they must pass their engine the same.
+    def _same_in_replica(self, found: dict[tuple[int, int], StoredResponse]) -> dict[tuple[int, int], StoredResponse]:
+        """`found` if all ranks of this replica found the same, else nothing: they must pass their engine the same.
 
         Collective.
         """
-        digest = zlib.crc32(repr(sorted((at, s.token_ids) for at, s in found.items())).encode())
+        digest = zlib.crc32(repr(sorted((at, stored.crc) for at, stored in found.items())).encode())
         ranks = self._world.all_gather_object((self._replica, digest))
         if self._world.is_main and found:
             _log.info("%d responses of this step were in the rollout cache", len(found))
         if len({other for replica, other in ranks if replica == self._replica}) == 1:
             return found
-        _log.warning("ranks of replica %d read different cached responses: none is used", self._replica)
+        _log.warning("ranks of replica %d found different cached responses: none is used", self._replica)
         return {}
 
 
-def _continues(sample: Sample, begun: Sample | None) -> bool:
+def _continues(stored: StoredResponse, begun: Sample | None) -> bool:
     """Whether a cached response begins with the tokens and log-probs that the call continues, of the same policies;
-    without `begun` it must be new. The file's key names the policy that drew the others.
+    without `begun` it must be new. The file's key names the policy that drew the others. Raises OSError.
     """
-    if begun is None:
-        return not sample.earlier
+    if begun is None or not stored.is_continued:
+        return begun is None and not stored.is_continued
+    sample = stored.read()
     count = len(begun.token_ids)
     same = sample.token_ids[:count], sample.logprobs[:count]
     return sample.earlier == begun.drawn_by and same == (begun.token_ids, begun.logprobs)

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
-from megatron_tlt.distributed.exchange import gather_columns, redistribute, sum_over_replicas
+from megatron_tlt.distributed.exchange import gather_columns, gather_large, redistribute, sum_over_replicas
 from megatron_tlt.rollout.speculation.history import readable_tokens
 from megatron_tlt.types import (
     PastResponse,
@@ -69,7 +69,7 @@ def share_responses(world: World, backend: RolloutBackend, groups: Sequence[Samp
     world.wait_for_all()
     most = backend.history_responses
     mine = [response for group in groups for response in readable_tokens(_past_responses(group), most)]
-    responses = [response for part in world.all_gather_object(mine) for response in part]
+    responses = [response for part in gather_large(world, mine or None) for response in part]
     responses.sort(key=lambda a: a.prompt_id)  # the order must not depend on the number of ranks
     backend.remember(responses)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.distributed.exchange import gather_large
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
 from megatron_tlt.resilience.response_lines import prompt_crc
@@ -75,7 +76,7 @@ class CarriedGroups:
         not. Collective with `rollout.carry_over`.
         """
         mine = [group for group in groups if any(map(is_unfinished, group.samples))]
-        everywhere = self._world.all_gather_object(mine) if self._carries else [mine]
+        everywhere = gather_large(self._world, mine or None) if self._carries else [mine]
         self.groups = sorted((g for part in everywhere for g in part), key=lambda g: g.prompt.prompt_id)
         self._positions = {g.prompt.prompt_id: self._positions[g.prompt.prompt_id] for g in self.groups}
         return [group for group in groups if not any(map(is_unfinished, group.samples))]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.envs.build import environment_tools, has_opening
@@ -30,8 +31,8 @@ def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> E
     if config.env is None:
         return None
     longest, ends = config.data.max_prompt_tokens, ModelConfig.from_hf(config.model.path).eos_token_ids
-    chat = config.data.chat_template
-    return Environments(config.env, tokenizer, world, chat=chat, ends=ends, max_prompt_tokens=longest)
+    chat, tp = config.data.chat_template, config.rollout.tp
+    return Environments(config.env, tokenizer, world, chat=chat, ends=ends, max_prompt_tokens=longest, tp=tp)
 
 
 @contextmanager
@@ -103,8 +104,10 @@ class Environments:
         chat: bool,
         ends: Sequence[int],
         max_prompt_tokens: int | None = None,
+        tp: int = 1,
     ):
-        """Starts the workers, which import meanwhile. Raises ConfigError for a chat template that does not fit.
+        """Starts the workers, which import meanwhile: of the `tp` ranks of an engine the first one has those of all,
+        for the others' environments are not asked. Raises ConfigError for a chat template that does not fit.
 
         `ends`: the model's stop tokens, beside the tokenizer's. `max_prompt_tokens`: a prompt with more tokens is
         dropped, so no more of an opening is read.
@@ -114,9 +117,11 @@ class Environments:
         self._tokens = turn_tokens(section, tokenizer, tools, chat=chat, ends=ends)
         self._in_thought = self._tokens.opens_thought
         longest = None if max_prompt_tokens is None else self._tokens.characters_of(max_prompt_tokens + 1)
-        self._world = world
+        self._world, self._tp = world, tp
+        section = section.model_copy(update={"workers": section.workers * tp})
         self._pool = EnvironmentPool(section, world.heartbeat, in_thought=self._in_thought, longest_opening=longest)
-        self._pool.warm_up()
+        if rollout_replica(world.rank, tp)[1] == 0:
+            self._pool.warm_up()
         self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)
 
     def trajectories(self) -> TurnSource:
@@ -132,11 +137,15 @@ class Environments:
         self._pool.close()
 
     def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """The text that `reset` adds to each prompt; every rank resets a part of them. Collective. Raises EnvError."""
-        rank, size = self._world.rank, self._world.size
+        """The text that `reset` adds to each prompt; the first rank of every engine resets a part of them.
+
+        Collective. Raises EnvError.
+        """
+        replica, place = rollout_replica(self._world.rank, self._tp)
+        count = self._world.size // self._tp
         mine: list[str | None] | str
         try:
-            mine = self._pool.openings(prompts[rank::size])
+            mine = self._pool.openings(prompts[replica::count]) if place == 0 else []
         except EnvError as error:
             mine = str(error)
         self._world.wait_for_all()  # one host may have the slow environments
@@ -144,5 +153,6 @@ class Environments:
         for of_rank, part in enumerate(self._world.all_gather_object(mine)):
             if isinstance(part, str):
                 raise EnvError(part)
-            texts[of_rank::size] = part
+            if of_rank % self._tp == 0:
+                texts[of_rank // self._tp :: count] = part
         return texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,10 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
     """This rank's place among `size` consecutive ranks that form one engine. Collective over the world."""
     if size == 1:
         return TensorParallel()
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world.size, size)]
+    timeout = timedelta(seconds=world.timeout_s)  # a new group has PyTorch's own, not that of the world
+    groups = [
+        dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, world.size, size)
+    ]
     return GroupTensorParallel(groups[world.rank // size])
 
 

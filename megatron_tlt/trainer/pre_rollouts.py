@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_tlt.distributed.exchange import gather_large
 from megatron_tlt.errors import BackendError, DataError, EnvError, error_line
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.trainer.engine_stats import joined
@@ -77,8 +78,7 @@ def exchanged(queues: PromptQueues, samples: Sequence[Sample], max_bytes: int) -
     `samples`: this rank's. Collective.
     """
     drafts = Drafts.of(samples, max_bytes // queues.num_replicas) if samples else None
-    everywhere = queues.world.all_gather_object(drafts)
-    return [response for of in everywhere if of is not None for response in of.responses()]
+    return [response for of in gather_large(queues.world, drafts) for response in of.responses()]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Hashable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.base import places
 from megatron_tlt.config.checks.files import output_directory_problems
-from megatron_tlt.config.checks.layout import resolve_device
+from megatron_tlt.config.checks.layout import check_hosts, resolve_device
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.planning.parameters import drafted_tokens
 from megatron_tlt.config.planning.report import fits_line, render_check
@@ -129,6 +130,7 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems = [*found_before, *missing_files(config, device)]
     problems += _problems(config, world.size, device)
+    problems += check_hosts(config, world.all_gather_object(socket.gethostname()))
     # One rank looks into many files, which a run that goes on may be removing.
     problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems:

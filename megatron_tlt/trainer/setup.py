@@ -13,6 +13,7 @@ import torch
 
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
+from megatron_tlt.config.dims import rollout_replica
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
@@ -75,8 +76,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     # Inputs of a batch.
     algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
-    rewards = RewardPool(config.rewards, on_result=world.heartbeat)
-    rewards.warm_up()  # the workers import while this rank builds its engine
+    rewards = reward_pool(config, world)
 
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter, backend = build_models(config, world, algorithm, tokenizer, tp)
@@ -138,6 +138,18 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     setup_logging(world.rank, world.size)
     config = with_date(config, world)
     return SftTrainer(config, world, open_tokenizer(config), signals)
+
+
+def reward_pool(config: Config, world: World) -> RewardPool:
+    """The reward functions on this rank, with a heartbeat a result. Of an engine's ranks the first one judges, with the
+    workers of all; they import while it builds its engine.
+    """
+    replica_size = config.rollout.tp
+    section = config.rewards.model_copy(update={"workers": config.rewards.workers * replica_size})
+    pool = RewardPool(section, on_result=world.heartbeat)
+    if rollout_replica(world.rank, replica_size)[1] == 0:
+        pool.warm_up()
+    return pool
 
 
 def prompt_queues(config: Config, world: World, tp: TensorParallel) -> PromptQueues:

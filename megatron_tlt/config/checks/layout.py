@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from typing import Literal
 
 from megatron_tlt.config.actor import LORA_TARGETS, MLP_TARGETS
@@ -120,6 +121,20 @@ def check_nodes(config: TrainingConfig, path: str, tp: int) -> Problems:
         yield ConfigProblem(
             path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node"
         )
+
+
+def check_hosts(config: TrainingConfig, hosts: Sequence[str]) -> Problems:
+    """As `check_nodes`, of the ranks there are, with their `hosts`: groups are of consecutive ranks, which a cyclic
+    placement splits.
+    """
+    sizes = {"actor.tp": config.actor.tp, **({} if config.rl is None else {"rollout.tp": config.rl.rollout.tp})}
+    for path, tp in sizes.items():
+        groups = [hosts[first : first + tp] for first in range(0, len(hosts), tp)]
+        split = next((group for group, of in enumerate(groups) if len(set(of)) > 1), None)
+        if split is not None:
+            there = ", ".join(dict.fromkeys(groups[split]))
+            allowed = f"must keep TP inside a node: ranks {split * tp} to {split * tp + len(groups[split]) - 1} are on "
+            yield ConfigProblem(path, tp, f"{allowed}{there} (place consecutive ranks on one node, in blocks of {tp})")
 
 
 def tp_problems(shape: ArchitectureConfig | None, path: str, tp: int) -> Problems:

@@ -152,21 +152,16 @@ def _stage(
     only = _only(rl, device)
     if why_no_pre_rollouts(rl, dims.world_size) is None:
         kept = 2 * rl.idle.pre_rollout_mib * MIB  # of two windows
-        host["pre-rollouts"] = _exchanged_bytes(rl, rl.idle.pre_rollout_mib * MIB, kept)
+        host["pre-rollouts"] = int(kept + rl.idle.pre_rollout_mib * MIB)  # what an exchange brings comes on top
         only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
     if why_no_eval_drafts(rl) is None:
         tokens = rl.eval.max_tokens or rl.rollout.max_tokens
         most = 4 * rl.eval.num_prompts * rl.eval.samples_per_prompt * tokens
         kept = min(most, rl.idle.pre_rollout_mib * MIB)
-        host["drafts of evaluations"] = _exchanged_bytes(rl, kept, kept)
+        host["drafts of evaluations"] = int(2 * kept)  # as above
     if device == "cpu":
         return RankMemory(stage, parts | host, only)
     return RankMemory(stage, parts, only, host=state | host)
-
-
-def _exchanged_bytes(config: Config, exchanged: float, kept: float) -> int:
-    """What an exchange of drafts brings, once from each rank of an engine, and what is kept."""
-    return int(config.rollout.tp * exchanged + kept)
 
 
 def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:

@@ -1,6 +1,42 @@
+import logging
 import socket
 
-from megatron_tlt.distributed.world import _reachable_address
+import torch
+
+from megatron_tlt.distributed.world import World, _reachable_address
+
+
+class Board:
+    """A store's values; counts the requests."""
+
+    def __init__(self, values):
+        self.values, self.requests = values, 0
+
+    def get(self, key):
+        self.requests += 1
+        return self.values[key].encode()
+
+    def check(self, keys):
+        self.requests += 1
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys):
+        self.requests += 1
+        return [self.values[key].encode() for key in keys]
+
+
+def test_a_rank_reads_the_board_of_a_large_world_in_few_requests(caplog):
+    """Rank 0 serves them in one thread, and after a timeout every rank asks at once."""
+    phases = {f"phase/{rank}": f"{rank % 2}|3|rollout" for rank in range(1000)}
+    store = Board(phases | {f"waits/{rank}": f"{4 + (rank != 7)}" for rank in range(1000)})
+    world = World(0, 1000, 0, 8, torch.device("cpu"), 1.0, store, None)
+    world._phase.order = 1
+    behind = world.ranks_behind()
+    assert behind == dict.fromkeys(range(0, 1000, 2), "phase rollout, step 3")
+    assert store.requests <= 3
+    with caplog.at_level(logging.WARNING):
+        world._name_missing(5, 60.0)
+    assert "waited 60 s for rank 7 in phase" in caplog.text and store.requests <= 4
 
 
 def test_a_host_name_that_resolves_is_taken(monkeypatch):

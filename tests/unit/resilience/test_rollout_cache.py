@@ -15,13 +15,16 @@ import pytest
 from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.observe.reduction import values_of
+from megatron_tlt.resilience import rollout_cache
+from megatron_tlt.resilience.response_lines import decode_sample
 from megatron_tlt.resilience.rollout_cache import (
     ResponseWriter,
     RolloutCache,
     encode_line,
     encode_response,
+    find_responses,
+    is_continued,
     prompt_crc,
-    read_responses,
 )
 from megatron_tlt.types import CAPABILITIES, GenerateCall, Prompt, Sample, SamplingParams
 from tests.helpers.tiny_models import row_key
@@ -58,7 +61,8 @@ CONTENT = encode_line(KEY) + b"".join(encode_response(s, CRCS[s.prompt_id]) for 
 
 def read(path: Path, data: bytes, crcs: dict[int, int] = CRCS) -> dict[tuple[int, int], Sample] | None:
     path.write_bytes(data)
-    return read_responses(path, KEY, crcs)
+    found = find_responses(path, KEY, crcs)
+    return None if found is None else {at: stored.read() for at, stored in found.items()}
 
 
 def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -68,8 +72,11 @@ def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: P
     assert len({prompt_crc(replace(PROMPTS[0], **changed)) for changed in ({}, {"seed": 1}, {"answer": "1"})}) == 3
     other = {**CRCS, 0: prompt_crc(Prompt(0, "q0", (9, 9), "?"))}
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
-    assert read_responses(path, {**KEY, "weights": "abd"}, CRCS) is None
-    assert read_responses(path, {**KEY, "more": 1}, CRCS) is None
+    assert find_responses(path, {**KEY, "weights": "abd"}, CRCS) is None
+    assert find_responses(path, {**KEY, "more": 1}, CRCS) is None
+    tricky = replace(RESPONSES[0], text='"prompt_id": 9, "sample_index": 9, "earlier": [], ', earlier=((5, 1),))
+    line = encode_response(tricky, CRCS[0])
+    assert read(path, encode_line(KEY) + line) == {(0, 0): tricky} and is_continued(line)
 
 
 def test_a_torn_or_altered_file_gives_the_responses_before_the_damage(tmp_path: Path) -> None:
@@ -201,7 +208,17 @@ def test_responses_of_an_interrupted_step_are_reused_and_only_the_rest_is_genera
     assert again.asked == set()  # of two starts together
 
 
-def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it(tmp_path: Path) -> None:
+def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it_undecoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large job has more responses, and experts of their tokens, than a rank has room for."""
+    decoded: list[Sample] = []
+
+    def decode(fields: dict[str, Any]) -> Sample:
+        decoded.append(decode_sample(fields))
+        return decoded[-1]
+
+    monkeypatch.setattr(rollout_cache, "decode_sample", decode)
     killed(tmp_path, 5)  # four responses to prompt 0, one to prompt 1
     engine = Engine()
     cache = make(tmp_path, engine)
@@ -214,6 +231,7 @@ def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it(tmp_pa
     assert [(s.prompt_id, s.sample_index) for s in samples] == [(p, i) for p in (1, 3) for i in range(SAMPLES)]
     assert len(engine.asked) == 7
     assert cache.end_step()["rollout_cache/reused"].value == 1.0
+    assert {sample.prompt_id for sample in decoded} == {1}
 
 
 @pytest.mark.parametrize(

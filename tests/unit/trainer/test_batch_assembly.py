@@ -41,6 +41,9 @@ class OneRank:
     def all_gather_object(self, value):
         return [value]
 
+    def broadcast_object(self, value, source):
+        return value
+
 
 def make_groups(num_prompts=4, samples=3):
     rng = np.random.default_rng(0)
@@ -257,6 +260,10 @@ class Metered(OneRank):
     def all_gather_object(self, value):
         self.sent += len(pickle.dumps(value))
         return [value]
+
+    def broadcast_object(self, value, source):
+        self.sent += len(pickle.dumps(value))
+        return value
 
 
 def scored(tokens, prompts=4, samples=6):

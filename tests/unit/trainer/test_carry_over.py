@@ -27,8 +27,11 @@ class Ranks:
     def __init__(self) -> None:
         self.other: list[SampleGroup] = []
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        return [mine, self.other]
+    def all_gather_object(self, has_any: bool) -> list[bool]:
+        return [has_any, bool(self.other)]
+
+    def broadcast_object(self, mine: Any, source: int) -> Any:
+        return (mine, self.other)[source]
 
 
 class Stream:

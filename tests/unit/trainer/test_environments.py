@@ -14,7 +14,7 @@ from megatron_tlt.types import Prompt
 PROMPTS = [Prompt(i, f"d:{i}", (), str(i)) for i in range(5)]
 
 
-def environments(rank: int, parts: list[object]) -> Environments:
+def environments(rank: int, parts: list[object], tp: int = 1) -> Environments:
     """Of one of two ranks, whose pool gives prompts back as texts; `parts` gets what the ranks exchange."""
 
     def openings(prompts: list[Prompt]) -> list[str]:
@@ -30,8 +30,9 @@ def environments(rank: int, parts: list[object]) -> Environments:
         return parts
 
     made._world = SimpleNamespace(  # type: ignore[assignment]
-        rank=rank, size=2, all_gather_object=all_gather_object, wait_for_all=lambda: None
+        rank=rank, size=len(parts), all_gather_object=all_gather_object, wait_for_all=lambda: None
     )
+    made._tp = tp
     return made
 
 
@@ -44,6 +45,14 @@ def test_each_rank_resets_a_part_of_the_prompts_and_all_raise_together() -> None
     for rank in (1, 0):
         with pytest.raises(EnvError, match="no opening"):
             environments(rank, parts)._openings(bad)
+
+
+def test_the_first_rank_of_an_engine_resets_for_all_of_its_ranks() -> None:
+    expected: list[object] = [["0", "2", "4"], [], ["1", "3"], []]
+    parts = list(expected)
+    for rank in (3, 2, 1, 0):
+        found = environments(rank, parts, tp=2)._openings(PROMPTS)
+    assert parts == expected and found == ["0", "1", "2", "3", "4"]
 
 
 def test_before_a_run_a_failed_opening_names_the_environment() -> None:

@@ -48,6 +48,9 @@ class World:
         self._rank._barrier.wait()
         return found
 
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return self.all_gather_object(value)[source]
+
     def new_counter(self) -> Callable[[int], int]:
         shared = next(self._counters)
         return lambda more: next(shared)

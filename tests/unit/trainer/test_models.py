@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,15 @@ import torch
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.trainer import models
+
+
+def test_collectives_of_an_engine_have_the_configured_timeout(monkeypatch):
+    made = []
+    monkeypatch.setattr(models.dist, "new_group", lambda ranks, **options: made.append((ranks, options)) or ranks)
+    monkeypatch.setattr(models, "GroupTensorParallel", lambda group: group)
+    assert models.tensor_parallel(SimpleNamespace(rank=2, size=4, timeout_s=7.5), 2) == [2, 3]
+    limit = {"timeout": timedelta(seconds=7.5)}
+    assert made == [([0, 1], limit), ([2, 3], limit)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import BackendError, EnvError
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.types import EngineStats, Prompt, Sample
@@ -12,7 +13,7 @@ from megatron_tlt.types import EngineStats, Prompt, Sample
 def part() -> PreRollouts:
     queues = SimpleNamespace(
         num_replicas=1,
-        world=SimpleNamespace(all_gather_object=lambda mine: [mine], is_main=True),
+        world=SingleProcess(),
         open_shared=lambda: None,
     )
     unused = dict.fromkeys(("stream", "backend", "params"))

@@ -3,8 +3,10 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.config.load import build_config
@@ -16,6 +18,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.preflight import (
+    check_on,
     check_report,
     input_problems,
     missing_files,
@@ -51,6 +54,22 @@ def test_a_sound_config_reports_without_its_files():
     assert f": model.path = not/here (is no path from {Path.cwd()}, and no whole model in" in report
     last = report.splitlines()[-1]
     assert last.startswith("Fits: not known without cluster.memory_gib; the plan takes ")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "split"), [("aabb", ()), ("abab", ("actor.tp", "rollout.tp")), ("aaab", ("rollout.tp",))]
+)
+def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster_section_says(hosts, split):
+    """As Slurm's cyclic distribution places them, or more ranks than a node has."""
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=4, is_main=False, all_gather_object=lambda _: list(hosts),
+        broadcast_object=lambda value: value,
+    )  # fmt: skip
+    actor_tp = 1 if hosts == "aaab" else 2
+    with pytest.raises(ConfigError) as refused:  # the model is not there
+        check_on(make(rollout={"tp": 2}, actor={"tp": actor_tp}), world)  # type: ignore[arg-type]
+    found = [p.path for p in refused.value.problems if "inside a node" in str(p)]
+    assert tuple(found) == split
 
 
 def test_what_is_not_on_this_machine_is_a_problem_unless_it_is_elsewhere():

@@ -54,6 +54,9 @@ class Ranks:
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
 
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        return value
+
     def wait_for_all(self) -> None:
         """There is one rank."""
 
