@@ -55,19 +55,6 @@ def whole_bodies(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         offset += len(line)
 
 
-def number_in(body: bytes, name: str) -> int:
-    """The number in field `name` of a response's line, without decoding its tokens. No text of the line can look like a
-    field: JSON escapes its quotes.
-    """
-    begin = body.index(b'"%s": ' % name.encode()) + len(name) + 4
-    return int(body[begin : body.index(b",", begin)])
-
-
-def is_continued(body: bytes) -> bool:
-    """Whether a response's line has tokens that earlier steps drew."""
-    return b'"earlier": [], ' not in body
-
-
 def prompt_crc(prompt: Prompt) -> int:
     """CRC-32 of a prompt's tokens and of what its environment sees: the same id may be another prompt in other data."""
     tokens = zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())

@@ -35,8 +35,6 @@ from megatron_tlt.resilience.response_lines import (
     decode_sample,
     encode_line,
     encode_response,
-    is_continued,
-    number_in,
     prompt_crc,
     whole_bodies,
     whole_lines,
@@ -89,9 +87,11 @@ def find_responses(
         if json.loads(first) != json.loads(json.dumps(key)):
             return None
         for offset, body in bodies:
-            prompt_id, index = number_in(body, "prompt_id"), number_in(body, "sample_index")
-            if prompt_crcs.get(prompt_id) == number_in(body, "prompt_crc"):
-                found[prompt_id, index] = StoredResponse(path, offset, zlib.crc32(body), is_continued(body))
+            line = json.loads(body)
+            sample: dict[str, Any] = line["sample"]
+            if prompt_crcs.get(sample["prompt_id"]) == line["prompt_crc"]:
+                stored = StoredResponse(path, offset, zlib.crc32(body), bool(sample["earlier"]))
+                found[sample["prompt_id"], sample["sample_index"]] = stored
     return found
 
 

@@ -23,7 +23,6 @@ from megatron_tlt.resilience.rollout_cache import (
     encode_line,
     encode_response,
     find_responses,
-    is_continued,
     prompt_crc,
 )
 from megatron_tlt.types import CAPABILITIES, GenerateCall, Prompt, Sample, SamplingParams
@@ -74,9 +73,6 @@ def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: P
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
     assert find_responses(path, {**KEY, "weights": "abd"}, CRCS) is None
     assert find_responses(path, {**KEY, "more": 1}, CRCS) is None
-    tricky = replace(RESPONSES[0], text='"prompt_id": 9, "sample_index": 9, "earlier": [], ', earlier=((5, 1),))
-    line = encode_response(tricky, CRCS[0])
-    assert read(path, encode_line(KEY) + line) == {(0, 0): tricky} and is_continued(line)
 
 
 def test_a_torn_or_altered_file_gives_the_responses_before_the_damage(tmp_path: Path) -> None:
