@@ -64,7 +64,7 @@ def _load(path: Path, overrides: list[str]) -> SimConfig:
     from megatron_tlt.config.sim import SimConfig
     from megatron_tlt.config.yaml_reader import read_config_file
 
-    if "actor" in read_config_file(path):  # a run's configuration: its machines, its engine, usual lengths
+    if {"train", "data"} & read_config_file(path).keys():  # a run's configuration: its machines, engine, usual lengths
         from megatron_tlt.sim.from_run import simulation_of
 
         return simulation_of(load_config(path, overrides))

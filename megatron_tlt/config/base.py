@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from megatron_tlt.config.schema import strip_optional
 
 Content = Literal["model", "companions", "rows"]
 _VARIABLE = re.compile(r"\$\w+|\$\{")
@@ -66,13 +69,27 @@ class Section(BaseModel):
         """Python takes `true` for 1: as text it is refused with the field's name and range."""
         if not isinstance(given, dict):
             return given
-        return {k: str(v).lower() if isinstance(v, bool) and cls._takes_numbers(k) else v for k, v in given.items()}
+        return {k: _booleans_as_text(v) if cls._takes_numbers(k) else v for k, v in given.items()}
 
     @classmethod
     def _takes_numbers(cls, name: Any) -> bool:
-        kind = cls.model_fields[name].annotation if name in cls.model_fields else None
-        kinds = {kind, *get_args(kind)}
-        return bool not in kinds and not kinds.isdisjoint((int, float))
+        kinds = [*_kinds(cls.model_fields[name].annotation)] if name in cls.model_fields else []
+        return bool not in kinds and (int in kinds or float in kinds)
+
+
+def _booleans_as_text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_booleans_as_text(item) for item in value]
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """The types of a value, of its alternatives and of its items."""
+    plain, _, _ = strip_optional(annotation)
+    yield plain
+    if get_origin(plain) in (Union, types.UnionType, tuple, list):
+        for inner in get_args(plain):
+            yield from _kinds(inner)
 
 
 class Place(NamedTuple):

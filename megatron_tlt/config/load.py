@@ -28,7 +28,7 @@ from megatron_tlt.config.schema import (
     nearest_path,
     section_of,
 )
-from megatron_tlt.config.yaml_reader import deep_merge, parse_yaml, read_config_file
+from megatron_tlt.config.yaml_reader import deep_merge, has_comment, parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import BackendName
 
@@ -125,20 +125,26 @@ def dump_config(config: Section) -> str:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets one `path=value` in `tree`, making missing maps on the way. Mutates `tree`. Raises ConfigError."""
+    """Sets one `path=value` in `tree`, making missing maps on the way; a map merges into the one that is there, as in
+    `deep_merge`. Mutates `tree`. Raises ConfigError.
+    """
     path, sign, text = override.partition("=")
     path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
     keys = path.split(".")
     if not sign or not all(keys):
         raise ConfigError.of("override", override, "must look like section.key=value")
+    if has_comment(text):
+        allowed = f"has a # that begins a comment of YAML: write a text with it in quotes of its own: '{path}=\"..\"'"
+        raise ConfigError.of(path, text, allowed)
     value = parse_yaml(text, path)
     node: Any = tree
     for depth, key in enumerate(keys[:-1]):
         node = _child(node, key, ".".join(keys[: depth + 1]))
     if isinstance(node, list):
-        node[_index(node, keys[-1], path)] = value
+        index = _index(node, keys[-1], path)
+        node[index] = deep_merge(node[index], value)
     elif isinstance(node, dict):
-        node[keys[-1]] = value
+        node[keys[-1]] = deep_merge(node.get(keys[-1]), value)
     else:
         raise ConfigError.of(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section")
 

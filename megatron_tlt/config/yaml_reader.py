@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def parse_yaml(text: str, where: str) -> Any:
     return value
 
 
+def has_comment(text: str) -> bool:
+    """Whether a part of `text`, one YAML document, is a comment; False where it is not valid YAML."""
+    try:
+        tokens = list(YAML(typ="safe", pure=True).scan(text))
+    except YAMLError:
+        return False
+    return any("#" in text[a.end_mark.index : b.start_mark.index] for a, b in pairwise(tokens))
+
+
 def _count(value: Any, known: dict[int, int]) -> int:
     """Values in `value`, each as often as aliases repeat it; `known`: counts of collections by id.
 
@@ -49,13 +59,11 @@ def _count(value: Any, known: dict[int, int]) -> int:
     return known[id(value)]
 
 
-def deep_merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `over` on top: maps merge key by key, everything else (lists too) is replaced. New dict."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = deep_merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
+def deep_merge(base: Any, over: Any) -> Any:
+    """`base` with `over` on top: maps merge key by key, everything else (lists too) is replaced. Mutates nothing."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    return base | {key: deep_merge(base.get(key), value) for key, value in over.items()}
 
 
 def read_config_file(

@@ -88,7 +88,8 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
         missing = sft.prompt_field if prompt is None else sft.completion_field
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
     check_text(completion, sft.completion_field, where)
-    return Completion(checked_prompt(prompt, sft.prompt_field, where), (completion,))
+    tools = _tools(record.get(_TOOLS), where)
+    return Completion(checked_prompt(prompt, sft.prompt_field, where), (completion,), tools)
 
 
 def read_conversation(record: Mapping[str, Any], where: str) -> Completion:

@@ -376,6 +376,17 @@ def test_calls_and_schemas_have_the_keys_of_their_own_row(tmp_path: Path, form: 
         assert [[*row.tools] for row in read] == [row["tools"] for row in given]
 
 
+def test_schemas_of_tools_come_with_a_completion_as_with_a_conversation(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+    asked, said = [{"role": "user", "content": "1 + 2"}], "<tool_call>add</tool_call>"
+    forms = {"prompt": asked, "completion": said}, {"messages": [*asked, {"role": "assistant", "content": said}]}
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({**form, "tools": tools}) + "\n" for form in forms))
+    pair, conversation = read_completions(SftSection(train_path=str(path), out=""), path, "train")[0]
+    assert pair == conversation
+    assert [*pair.tools] == tools
+
+
 @pytest.fixture
 def sixteen(tmp_path: Path) -> Path:
     """Rows of which every fourth one fits into 64 tokens."""

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,36 @@ def test_overrides_are_typed_as_in_yaml():
     assert config.actor.distributed_optimizer == "on"
     assert config.rollout.stop == ("a", "b c")
     assert config.eval.max_tokens is None
+
+
+@pytest.mark.parametrize("override", ["data.train.answer_pattern=#### (.*)", "data.system_prompt=a #b"])
+def test_a_comment_in_an_override_is_refused(override):
+    (path, allowed) = problems(BASE, override).popitem()
+    assert path == override.partition("=")[0]
+    assert f"'{path}=\"..\"'" in allowed
+
+
+@pytest.mark.parametrize(("text", "value"), [('"a #b"', "a #b"), ("'it''s #1'", "it's #1"), ("a#b", "a#b")])
+def test_a_sharp_in_quotes_or_within_a_word_is_text(text, value):
+    assert build_config(BASE, [f"data.system_prompt={text}"]).data.system_prompt == value
+
+
+def test_a_mapping_of_an_override_merges_as_in_a_file(tmp_path):
+    """Also into free dictionaries and elements of lists; lists and null replace."""
+    tasks = [{"name": "t", "params": {"a": 1}}]
+    base = BASE | {
+        "rollout": {"tp": 2, "stop": ["x", "y"]},
+        "data": {"system_prompt": "s", "chat_template_kwargs": {"a": 1}, "train": {"tasks": tasks}},
+    }
+    over = {"rollout": {"stop": ["z"]}, "data": {"system_prompt": None, "chat_template_kwargs": {"b": 2}}}
+    file = write(tmp_path, "over.yaml", json.dumps(over))
+    words = [f"{name}={json.dumps(value)}" for name, value in over.items()]
+    config = build_config(base, words)
+    assert config == build_config(base, [str(file)])
+    assert (config.rollout.tp, config.rollout.stop, config.data.system_prompt) == (2, ("z",), None)
+    assert config.data.chat_template_kwargs == {"a": 1, "b": 2}
+    assert build_config(base, ["data.train.tasks.0={params: {b: 2}}"]).data.train.tasks[0].params == {"a": 1, "b": 2}
+    assert problems(base, "optimizer=null")["optimizer"] == "must be mapping"
 
 
 def test_deterministic_forms_are_for_cpus_unless_they_are_asked_for():

@@ -46,6 +46,20 @@ def test_a_step_with_tlt_is_no_slower():
     assert 0 < step["tlt"] <= step["off"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        (["algorithm.kl_coef=0"], 0),
+        (["algorithm.kl_coef=0", "rollout.backend=vllm"], 1),
+        (["algorithm.kl_coef=0.1"], 1),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], 2),
+    ],
+)
+def test_every_pass_of_log_probs_is_counted(overrides, passes):
+    config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", [*overrides, "cluster.memory_gib=139"])
+    assert simulation_of(config).training.logprob_passes == passes
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_memory_of_the_page_is_fresh(path):
     config = load_config(path)
