@@ -65,7 +65,7 @@ def dummy_gradient_bytes(
 
 def micro_batch_tokens(config: TrainingConfig) -> int:
     """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
-    return -(-max(config.actor.micro_batch_tokens, config.longest_sequence) // config.actor.cp)
+    return -(-max(config.actor.micro_batch_tokens, config.longest_trained) // config.actor.cp)
 
 
 def rotation_rows(max_context: int, tp: int, cp: int) -> int:

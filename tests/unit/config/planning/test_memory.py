@@ -8,7 +8,8 @@ from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning import drafter, engine
-from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
+from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS, activation_bytes
 from megatron_tlt.config.planning.graphs import least_graph_bytes
 from megatron_tlt.config.planning.memory import KV, PHASES, estimate_memory
 from megatron_tlt.config.planning.parameters import (
@@ -67,6 +68,16 @@ def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
         (stage,) = estimate_memory(config_of(), shape, ranks, device)
         state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
         assert state / count == pytest.approx(expected, rel=1e-3)
+
+
+def test_an_update_is_as_long_as_a_response_of_training():
+    """Evaluation may allow longer ones: the engine's cache holds them, the update never sees one."""
+    shape, dims = shape_of("qwen2.5-7b"), Dims.fit(2, tp=1, pp=1)
+    short = config_of("rollout.max_tokens=1024", "model.max_context=32768")
+    long = short.model_copy(update={"eval": short.eval.model_copy(update={"max_tokens": 30720})})
+    assert activation_bytes(long, shape, dims, 0, "cuda") == activation_bytes(short, shape, dims, 0, "cuda")
+    assert render_check(long, shape, 2).splitlines()[-4:] == render_check(short, shape, 2).splitlines()[-4:]
+    assert long.longest_sequence == short.longest_sequence - 1024 + 30720
 
 
 def test_adapters_alone_have_gradients_and_optimizer_state():
