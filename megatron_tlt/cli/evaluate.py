@@ -58,10 +58,10 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
     from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
-    from megatron_tlt.trainer.preflight import check_on, without_checkpoints
+    from megatron_tlt.trainer.preflight import check_on, without_training
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues, reward_pool
 
-    check_on(without_checkpoints(config), world, [*check_held_out(config)])
+    check_on(without_training(config, world.size), world, [*check_held_out(config)])
     config = with_date(config, world)
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
