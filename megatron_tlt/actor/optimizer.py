@@ -19,17 +19,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 
-def uses_distributed_optimizer(actor: ActorSection, section: OptimizerSection) -> bool:
-    """Whether optimizer state is sharded over data parallel ranks. auto: Adam with CUDA only.
-
-    On CPU the plain optimizers save, load and reshard with no workaround; the sharded one needs some (see
-    `optimizer_shards.py`).
-    """
-    if actor.distributed_optimizer == "auto":
-        return HAS_CUDA and section.name == "adam"
-    return actor.distributed_optimizer == "on"
-
-
 def ddp_config(actor: ActorSection, distributed: bool, replicas: int) -> DistributedDataParallelConfig:
     """Gradients collect in fp32 buffers and are summed over replicas once a step: behind backward or with `overlap`.
 

@@ -33,7 +33,7 @@ from megatron_tlt.actor.checkpoint_files import (
     step_of,
     training_record,
 )
-from megatron_tlt.actor.compat import cpu_as_cuda, current_device
+from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hidden_states import ForwardStateCollector, Sink
 from megatron_tlt.actor.lora import factor_reader, finalize_gradients
@@ -55,7 +55,6 @@ from megatron_tlt.actor.optimizer import (
     ddp_config,
     gather_parameters,
     guarded_step,
-    uses_distributed_optimizer,
     wrap_data_parallel,
 )
 from megatron_tlt.actor.routing import Routing, routing_metrics
@@ -102,7 +101,7 @@ class MegatronPolicy:
         self._base = ""
         if actor.lora is not None:  # read by one rank: of `model.megatron_path` it is three layers
             self._base = world.broadcast_object(base_fingerprint(model, self.config) if world.is_main else None)
-        self.shards_optimizer = uses_distributed_optimizer(actor, optimizer)
+        self.shards_optimizer = actor.shards_optimizer(optimizer, HAS_CUDA)
         self.groups = ActorGroups.create(world, self.dims)
         if world.device.type == "cuda":
             kind = "Transformer Engine's" if uses_transformer_engine(actor) else "megatron-core's local ones"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
-from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.checkpoint import configured_drafter, drafter_differences
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
@@ -70,13 +69,12 @@ def resume_problems(
     if shape is None or (resumed := checkpoint_to_resume(config)) is None:
         return []
     directory, found = resumed
-    optimizer, is_auto = config.optimizer.name, config.actor.distributed_optimizer == "auto"
-    shards = shards_optimizer(config, device or "cpu") and not (is_auto and optimizer == "sgd")
+    shards = config.actor.shards_optimizer(config.optimizer, device == "cuda")
     base = base_fingerprint(model, shape) if config.actor.lora is not None else ""
-    wanted = model_record(shape) | training_record(config.actor, optimizer, shards, base)
+    wanted = model_record(shape) | training_record(config.actor, config.optimizer.name, shards, base)
     if "off" in (wanted["lora"], found.training.get("lora")):
         del wanted["base"]  # of adapters
-    if device is None and is_auto:
+    if device is None and config.actor.distributed_optimizer == "auto":
         del wanted["distributed_optimizer"]
     is_sft, problems = "sft" in found.extra, []
     if is_sft != (config.records is not None):

@@ -116,12 +116,12 @@ def _checked(
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.drafters.checkpoint import drafter_shape
     from megatron_tlt.models.hf.config import ModelConfig
-    from megatron_tlt.trainer.preflight import check_on, without_checkpoints
+    from megatron_tlt.trainer.preflight import check_on, without_training
 
     speculation = config.rollout.speculation
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
-    config = without_checkpoints(config.model_copy(update={"rollout": plain, "idle": waiting}))
+    config = without_training(config.model_copy(update={"rollout": plain, "idle": waiting}), world.size)
     check_on(config, world, [*check_drafter_engine(config), *found])
     if args.drafter is None:
         return config, drafter_shape(speculation, ModelConfig.from_hf(config.model.path)), None

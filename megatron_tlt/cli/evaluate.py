@@ -57,11 +57,12 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
+    from megatron_tlt.trainer.metrics import threshold_warning
     from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
-    from megatron_tlt.trainer.preflight import check_on, without_checkpoints
+    from megatron_tlt.trainer.preflight import check_on, without_training
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues, reward_pool
 
-    check_on(without_checkpoints(config), world, [*check_held_out(config)])
+    check_on(without_training(config, world.size), world, [*check_held_out(config)])
     config = with_date(config, world)
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
@@ -84,6 +85,10 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
         environments.close()
     backend.close()
     if world.is_main:
+        unknown = any(function.is_of_unknown_scale for function in config.rewards.functions)
+        row = {"reward/accuracy": result.pass_at["1"], "reward/mean": result.reward}
+        if unknown and (unreached := threshold_warning(row)) is not None:
+            print(f"warning: {unreached}", file=sys.stderr, flush=True)
         text = json.dumps(to_json(asdict(result)), indent=2, allow_nan=False)
         print(text, flush=True)
         if out is not None:

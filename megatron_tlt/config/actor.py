@@ -79,7 +79,7 @@ class ActorSection(Section):
     """Communicate gradients of data-parallel replicas during backward, and, with the distributed optimizer, weights
     during the next forward. auto: on with CUDA."""
     distributed_optimizer: Literal["auto", "on", "off"] = "auto"
-    """Shard optimizer state over data parallel ranks (ZeRO-1). auto: on with CUDA, off on CPU."""
+    """Shard optimizer state over data parallel ranks (ZeRO-1). auto: on with CUDA and Adam, else off."""
     offload_optimizer: bool = False
     """Keep optimizer state in (pinned) host memory, and no gradient buffers at all, except while the policy is updated
     or saved. Changes no bit of the result."""
@@ -94,6 +94,14 @@ class ActorSection(Section):
     def has_router_losses(self) -> bool:
         """Whether routers have losses of their own, which every token of the update takes part in."""
         return bool(self.load_balancing_loss or self.router_z_loss)
+
+    def shards_optimizer(self, optimizer: OptimizerSection, cuda: bool) -> bool:
+        """Whether optimizer state is sharded over data parallel ranks. On CPU the plain optimizers save, load and
+        reshard with no workaround; the sharded one needs some (see `actor/optimizer_shards.py`).
+        """
+        if self.distributed_optimizer == "auto":
+            return cuda and optimizer.name == "adam"
+        return self.distributed_optimizer == "on"
 
     @staticmethod
     def cp_comm(engine: bool) -> Literal["p2p", "all_gather"]:

@@ -81,7 +81,7 @@ class TrainingConfig(Section):
         """Optimizer steps of the whole run."""
 
     @property
-    def longest_sequence(self) -> int:
+    def longest_trained(self) -> int:
         """Tokens of the longest sequence that is trained on."""
         return self.model.max_context
 
@@ -143,9 +143,13 @@ class Config(TrainingConfig):
         return self.train.num_steps * self.algorithm.mini_batches
 
     @property
+    def longest_trained(self) -> int:
+        return self.data.max_prompt_tokens + self.rollout.max_tokens
+
+    @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest prompt and response together, training or evaluation."""
-        return self.data.max_prompt_tokens + max(self.rollout.max_tokens, self.eval.max_tokens or 0)
+        """Tokens of the longest prompt and response together that an engine holds, training or evaluation."""
+        return max(self.longest_trained, self.data.max_prompt_tokens + (self.eval.max_tokens or 0))
 
     @property
     def rl(self) -> Config:

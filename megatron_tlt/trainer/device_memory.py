@@ -19,6 +19,7 @@ from megatron_tlt.rollout.kv_cache import total_memory
 
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
+    from megatron_tlt.data.hub import RootT
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
 
@@ -95,7 +96,7 @@ def device_use(device: torch.device) -> tuple[int, int, int]:
     return total, total - free - reserved, reserved
 
 
-def with_device_memory(config: Config, world: World) -> Config:
+def with_device_memory(config: RootT, world: World) -> RootT:
     """`config` with `cluster.memory_gib` and `host_memory_gib` on CUDA: where they are not set, those of the smallest
     GPU and node; and with the `ranks_per_node` that there are. Collective.
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.distributed.exchange import gather_columns
+from megatron_tlt.errors import RewardError
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.trainer.pre_rollouts import exchanged
+from megatron_tlt.trainer.sampling import judged_of, why_unjudged
 from megatron_tlt.trainer.turn_metrics import column_means, turn_columns
 from megatron_tlt.types import GenerateCall
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
-_COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float}
+_COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float, "failed": bool}
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:
@@ -47,6 +49,7 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 class EvalResult:
     """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1, nan of one prompt.
 
+    `failures`: responses that no reward function judged, aborted trajectories included; they count as wrong.
     `env`: with environments the mean of turns, and of the reward of the N-th turn where there was one.
     """
 
@@ -58,13 +61,14 @@ class EvalResult:
     mean_length: float
     p95_length: float
     truncated: float
+    failures: int = 0  # a default for evaluations in checkpoints of before
     env: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Scalars under `eval/`."""
         values = {f"eval/pass@{k}": v for k, v in self.pass_at.items()}
         values |= {f"eval/env/{name}": value for name, value in self.env.items()}
-        names = ("stderr", "reward", "mean_length", "p95_length", "truncated")
+        names = ("stderr", "reward", "mean_length", "p95_length", "truncated", "failures")
         return values | {f"eval/{name}": float(getattr(self, name)) for name in names}
 
 
@@ -94,11 +98,16 @@ class Evaluator:
         self._drafts: dict[tuple[int, int], np.ndarray] = {}  # see `GenerateCall.drafts`; the same on every rank
 
     def run(
-        self, step: int, stop: GracefulShutdown | None = None, progress: ProgressDisplay | None = None
+        self,
+        step: int,
+        stop: GracefulShutdown | None = None,
+        progress: ProgressDisplay | None = None,
+        before_error: Callable[[], None] = lambda: None,
     ) -> EvalResult:
         """Evaluates the engine's present policy; `progress` shows the finished responses of this rank's engine.
 
-        Collective. Raises GracefulExit if `stop` cuts it short.
+        Collective. Raises GracefulExit if `stop` cuts it short, and RewardError where no response was judged, on every
+        rank after `before_error`.
         """
         num_samples = self._section.samples_per_prompt
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
@@ -117,11 +126,15 @@ class Evaluator:
             stop.sync("eval", dropped)
         self._keep(samples)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
-        if (failures := self._rewards.score(groups)) is not None:
-            _log.warning(failures)
+        failures = self._rewards.score(groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
+        if why := why_unjudged(self._world.all_gather_object(judged_of(groups))):
+            before_error()
+            raise RewardError(f"evaluation at step {step}: {why}")
+        if failures is not None:
+            _log.warning(failures)
         rows = [
-            (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.finish_reason == "length")
+            (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.finish_reason == "length", r.failure is not None)
             for g in groups
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]
@@ -142,8 +155,8 @@ class Evaluator:
 
 
 def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
-    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut; with environments also
-    those of `turn_columns`.
+    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut, failed; with
+    environments also those of `turn_columns`.
 
     The rows are brought into the prompts' order first: as they come, it depends on the number of ranks, and the
     last bits of a sum on it.
@@ -165,5 +178,6 @@ def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
         mean_length=float(columns["length"].mean()),
         p95_length=float(np.quantile(columns["length"], 0.95)),
         truncated=float(columns["cut"].mean()),
+        failures=int(columns["failed"].sum()),
         env=column_means(columns["turns"], columns["turn_rewards"]) if "turns" in columns else {},
     )

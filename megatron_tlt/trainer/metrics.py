@@ -314,11 +314,11 @@ def _stop_time(row: dict[str, float]) -> dict[str, float]:
 
 
 def threshold_warning(row: Mapping[str, float]) -> str | None:
-    """A warning of a step whose rewards are above 0 on average, none of which counts as correct; `row`: its metrics."""
+    """A warning of rewards above 0 on average, none of which counts as correct; `row`: metrics of a step or eval."""
     if row.get("reward/accuracy") != 0 or row.get("reward/mean", 0.0) <= 0:
         return None
     return (
-        f"no reward of this step reaches 1, though their mean is {row['reward/mean']:.3g}: accuracy and pass@k stay 0. "
+        f"no reward reaches 1, though their mean is {row['reward/mean']:.3g}: accuracy and pass@k stay 0. "
         "threshold of rewards.functions sets the value from which a response is correct"
     )
 

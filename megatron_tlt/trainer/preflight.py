@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from collections.abc import Hashable, Sequence
 from importlib import import_module
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.checkpoint.resume import resume_problems
+from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.base import places
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.layout import check_hosts, resolve_device
@@ -199,11 +201,23 @@ def generation_problems(model: Path, prompts: Path, speculation: SpeculationSect
     return problems
 
 
-def without_checkpoints(config: Config) -> Config:
-    """For what starts from `model.path` in any case: evaluation, and the training of a drafter beforehand."""
-    model = config.model.model_copy(update={"megatron_path": None})
-    checkpoint = config.checkpoint.model_copy(update={"resume": "never"})
-    return config.model_copy(update={"model": model, "checkpoint": checkpoint})
+def without_training(config: Config, num_ranks: int) -> Config:
+    """For what has an engine and no policy update: evaluation, and the training of a drafter beforehand. They start
+    from `model.path` on any number of ranks that `rollout.tp` divides; the memory plan, of a run, has no limit.
+    """
+    named = config.rollout.speculation.drafter_path is not None
+    changes: dict[str, dict[str, object]] = {
+        "model": {"megatron_path": None},
+        "checkpoint": {"resume": "never"},
+        "algorithm": {"mini_batches": 1},
+        "train": {"prompts_per_step": num_ranks},
+        "cluster": {"memory_gib": None, "host_memory_gib": math.inf},
+        # A drafter that is not named is made from the policy, as in a run that trains it.
+        "idle": {"train_drafter": config.idle.train_drafter and not named, "min_steps_per_window": 1},
+    }
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    actor = ActorSection(router_replay=config.actor.router_replay)  # which the engine reads
+    return config.model_copy(update={**sections, "actor": actor})
 
 
 def read_model(field: str, path: str | Path) -> tuple[ModelConfig | None, list[ConfigProblem]]:

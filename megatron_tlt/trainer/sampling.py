@@ -101,11 +101,11 @@ class GroupSampler:
                 left = [g for g in groups if not self.algorithm.keep_group(g)]
                 others = Dropped.of(left)
                 _forget_experts(left)
-                mine = [group.prompt.prompt_id for group in kept], _judged(groups), others
+                mine = [group.prompt.prompt_id for group in kept], judged_of(groups), others
                 everywhere = self.queues.world.all_gather_object(mine)
                 ids = sorted(prompt_id for of_rank, _, _ in everywhere for prompt_id in of_rank)
                 dropped = sum((of_rank for *_, of_rank in everywhere), dropped)
-                if why := _unjudged([judged for _, judged, _ in everywhere]):
+                if why := why_unjudged([judged for _, judged, _ in everywhere]):
                     self.recovery.checkpoints.wait()  # every rank: the save under way would end with the process
                     raise RewardError(f"step {step}: {why}")
             if failures is not None:
@@ -208,7 +208,7 @@ class GroupSampler:
         self.backend.close()
 
 
-def _judged(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
+def judged_of(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
     """How many responses the reward functions judged, and why they failed on one of the others."""
     failures = [reward.failure for group in groups for reward in group.rewards]
     return failures.count(None), next((why for why in failures if why is not None), None)
@@ -221,7 +221,7 @@ def _forget_experts(groups: Sequence[SampleGroup]) -> None:
             sample.routed_experts = None
 
 
-def _unjudged(everywhere: Sequence[tuple[int, str | None]]) -> str | None:
+def why_unjudged(everywhere: Sequence[tuple[int, str | None]]) -> str | None:
     """Why no response of any rank was judged, so that an update would learn nothing; None where one was."""
     why = next((why for _, why in everywhere if why is not None), None)
     if why is None or any(judged for judged, _ in everywhere):

@@ -51,6 +51,14 @@ def test_eval_is_the_same_on_one_and_two_ranks(run):
     assert results[0]["num_prompts"] == 8 and set(results[0]["pass_at"]) == {"1", "2"}
 
 
+def test_eval_warns_of_rewards_that_never_reach_the_default_threshold(run, tmp_path):
+    (tmp_path / "half.py").write_text("def half(prompt, answer, response, metadata):\n    return 0.5\n")
+    rewards = f"rewards.functions=[{{name: python, path: {tmp_path / 'half.py'}:half}}]"
+    done = command(1, "eval", run / "tiny.yaml", f"model.path={run / 'exported'}", rewards)
+    assert "warning: no reward reaches 1, though their mean is 0.5" in done.stdout
+    assert '"failures": 0' in done.stdout
+
+
 def test_generate_is_the_same_on_one_and_two_ranks(run):
     (run / "in.jsonl").write_text('{"prompt": "say 1"}\n{"prompt": "say 2"}\n')
     responses = []

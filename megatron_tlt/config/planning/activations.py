@@ -52,7 +52,7 @@ def activation_bytes(
         sequence=dims.tp if actor.sequence_parallel else 1,
         cp=dims.cp,
         gathers=actor.cp_comm(device == "cuda" and actor.layer_spec == "transformer_engine") == "all_gather",
-        mask_rows=config.longest_sequence / (2 * dims.cp),
+        mask_rows=config.longest_trained / (2 * dims.cp),
         device=device,
         merged=merged_bytes(config, shape, dims),
         is_last=stage == dims.pp - 1,

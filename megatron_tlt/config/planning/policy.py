@@ -24,19 +24,13 @@ from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config, TrainingConfig
 
 
-def shards_optimizer(config: TrainingConfig, device: Device) -> bool:
-    """Whether the optimizer's state is divided over data parallel ranks."""
-    choice = config.actor.distributed_optimizer
-    return choice == "on" or (choice == "auto" and device == "cuda")
-
-
 def optimizer_bytes(
     config: TrainingConfig, parameters: int, experts: int, dims: Dims, device: Device
 ) -> int:
     """Master weights and moments of one rank: of `parameters` that are no experts', and of its `experts`'."""
     master = 4 if config.actor.dtype == "bf16" else 0
     moments = 8 if config.optimizer.name == "adam" else 0
-    if not shards_optimizer(config, device):
+    if not config.actor.shards_optimizer(config.optimizer, device == "cuda"):
         return (parameters + experts) * (master + moments)
     replicas = dims.dp * dims.cp
     return (master + moments) * (parameters // replicas + experts * dims.ep // (replicas * dims.tp))
@@ -65,7 +59,7 @@ def dummy_gradient_bytes(
 
 def micro_batch_tokens(config: TrainingConfig) -> int:
     """T: the packing budget, or one longest sequence when that is more, split over context parallel ranks."""
-    return -(-max(config.actor.micro_batch_tokens, config.longest_sequence) // config.actor.cp)
+    return -(-max(config.actor.micro_batch_tokens, config.longest_trained) // config.actor.cp)
 
 
 def rotation_rows(max_context: int, tp: int, cp: int) -> int:

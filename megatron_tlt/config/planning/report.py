@@ -242,7 +242,7 @@ def _tokens(config: Config, dims: Dims) -> list[str]:
     prompts, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt
     responses = prompts * samples
     steps = config.algorithm.mini_batches
-    most = responses * config.longest_sequence
+    most = responses * config.longest_trained
     pack = micro_batch_tokens(config) * dims.cp
     packs = -(-most // (dims.dp * steps * pack))
     plural = "s" if steps > 1 else ""

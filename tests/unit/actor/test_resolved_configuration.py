@@ -105,7 +105,7 @@ def resolved(recipe: str, *overrides: str) -> tuple[dict[str, Any], dict[str, An
     replicas = config.cluster.nodes * config.cluster.ranks_per_node // (actor.tp * actor.pp)
     transformer = build.transformer_config(model, actor)
     plain = TransformerConfig(num_layers=model.num_layers, hidden_size=model.hidden_size, num_attention_heads=1)
-    distributed = optimizer.uses_distributed_optimizer(actor, config.optimizer)
+    distributed = actor.shards_optimizer(config.optimizer, optimizer.HAS_CUDA)
     ddp = optimizer.ddp_config(actor, distributed, replicas)
     step = optimizer.optimizer_config(config.optimizer, actor, ddp)
     return (

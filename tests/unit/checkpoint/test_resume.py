@@ -12,7 +12,6 @@ from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.checkpoint import resume
 from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.load import build_config, load_config
-from megatron_tlt.config.planning.policy import shards_optimizer
 from megatron_tlt.config.run import CheckpointSection
 from megatron_tlt.drafters.checkpoint import drafter_entries
 from megatron_tlt.drafters.eagle.config import Eagle3Config
@@ -144,7 +143,7 @@ def test_a_checkpoint_with_another_drafter_is_refused_before_anything_is_loaded(
     chosen = {"drafter": "eagle3", "drafter_path": "null", "layers": layers}
     given = [f"rollout.speculation.{name}={value}" for name, value in chosen.items()]
     config = load_config("configs/quickstart.yaml", [*given, f"train.run_dir={tmp_path}"])
-    shape, shards = DEEP["llama"], shards_optimizer(config, "cpu")
+    shape, shards = DEEP["llama"], config.actor.shards_optimizer(config.optimizer, cuda=False)
     records = files.model_record(shape), files.training_record(config.actor, config.optimizer.name, shards, "")
     directory = published(tmp_path / "checkpoints", 3, records=records)
     about = drafter_entries(Eagle3Config.of(shape, (0, 2, 6)))
@@ -171,7 +170,7 @@ def test_a_decaying_rate_needs_the_number_of_updates_a_step_of_the_checkpoint(tm
     before, config = (
         load_config("configs/quickstart.yaml", [*files_of, "algorithm.mini_batches=4", *more]) for more in ([], given)
     )
-    shards = shards_optimizer(before, "cpu")
+    shards = before.actor.shards_optimizer(before.optimizer, cuda=False)
     records = files.model_record(TINY), files.training_record(before.actor, before.optimizer.name, shards, "")
     directory = published(tmp_path / "checkpoints", 3, records=records)
     state = RLTrainer.state_dict(SimpleNamespace(recovery=SimpleNamespace(state_dict=dict), config=before))

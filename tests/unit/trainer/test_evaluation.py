@@ -1,12 +1,15 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron_tlt.trainer.evaluation import pass_at_k, summarise
+from megatron_tlt.config.run import EvalSection
+from megatron_tlt.errors import RewardError
+from megatron_tlt.trainer.evaluation import Evaluator, pass_at_k, summarise
 from megatron_tlt.trainer.turn_metrics import turn_columns
-from megatron_tlt.types import Sample
+from megatron_tlt.types import Prompt, RewardResult, Sample, SamplingParams
 
 
 @pytest.mark.parametrize(("correct", "total", "k"), [(0, 4, 2), (1, 4, 1), (1, 4, 2), (3, 6, 4), (6, 6, 3)])
@@ -27,6 +30,7 @@ def columns(right_by_prompt):
         "reward": correct.astype(float),
         "length": length,
         "cut": cut,
+        "failed": cut,
     }
 
 
@@ -52,3 +56,39 @@ def test_turns_and_their_rewards_are_means_over_the_trajectories_that_had_them()
     found = summarise(1, columns([[1, 1], [0, 0]]) | turn_columns(samples))
     assert found.env == {"turns": 1.25, "reward/turn_1": pytest.approx(1 / 3), "reward/turn_2": 0.75}
     assert found.metrics()["eval/env/reward/turn_2"] == 0.75
+
+
+def evaluator_of(failed, judged_elsewhere=0):
+    """Of two prompts with two responses each, of which the first `failed` are not judged; beside another rank."""
+    both = lambda mine: [mine, (judged_elsewhere, None)] if isinstance(mine, tuple) else [mine]  # noqa: E731
+    world = SimpleNamespace(
+        rank=0, size=1, wait_for_all=lambda: None, all_gather_object=both, broadcast_object=lambda value, _: value
+    )
+
+    def generate(call):
+        return [Sample(i, j, [1], [0.0], "", "stop", 0) for i in range(2) for j in range(call.num_samples)]
+
+    def score(groups):
+        for group in groups:
+            names = [2 * s.prompt_id + s.sample_index for s in group.samples]
+            unjudged, right = RewardResult(0.0, False, {}, "no judge"), RewardResult(1.0, True)
+            group.rewards = [unjudged if i < failed else right for i in names]
+        return "some failed" if failed else None
+
+    opened = lambda prompts, _: SimpleNamespace(fetched=list(prompts))  # noqa: E731
+    queues = SimpleNamespace(world=world, tp=1, is_first=True, open=opened)
+    backend = SimpleNamespace(ordered=list, generate=generate, history_responses=0, remember=lambda _: None)
+    prompts, section = [Prompt(i, f"q{i}", (1,), "") for i in range(2)], EvalSection(samples_per_prompt=2)
+    rewards = SimpleNamespace(score=score)
+    return Evaluator(prompts, section, SamplingParams(max_tokens=4, seed=0), backend, rewards, queues)
+
+
+def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(caplog):
+    result = evaluator_of(failed=3).run(5)
+    assert (result.failures, result.pass_at["1"], result.metrics()["eval/failures"]) == (3, 0.25, 3.0)
+    assert caplog.messages == ["some failed"]
+    assert evaluator_of(failed=4, judged_elsewhere=1).run(5).failures == 4
+    waited = []
+    with pytest.raises(RewardError, match=r"^evaluation at step 5: .* failed on every response .*: no judge"):
+        evaluator_of(failed=4).run(5, before_error=lambda: waited.append(True))
+    assert waited == [True], "a save under way would end with the process"

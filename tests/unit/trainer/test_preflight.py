@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
-from megatron_tlt.config.load import build_config
+from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.checkpoint import save_drafter
@@ -23,6 +24,7 @@ from megatron_tlt.trainer.preflight import (
     input_problems,
     missing_files,
     tokenizer_problems,
+    without_training,
 )
 from tests.helpers.chat_models import remove_tokenizer, save_letters
 from tests.helpers.mpi import ROOT
@@ -70,6 +72,24 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
         check_on(make(rollout={"tp": 2}, actor={"tp": actor_tp}), world)  # type: ignore[arg-type]
     found = [p.path for p in refused.value.problems if "inside a node" in str(p)]
     assert tuple(found) == split
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "problem"),
+    [
+        *((ranks, [], None) for ranks in (1, 2, 6)),
+        (6, ["rollout.tp=4"], "rollout.tp"),
+        (2, ["rollout.kv_cache_mib=1"], "rollout.kv_cache_mib"),
+        (2, ["rollout.graph_memory_mib=1"], "rollout.graph_memory_mib"),
+        (2, ["idle.train_drafter=false"], "rollout.speculation.drafter_path"),
+        (2, ["idle.train_drafter=false", "rollout.speculation.drafter_path=d"], None),
+    ],
+)
+def test_an_evaluation_has_no_rules_of_training(ranks, overrides, problem):
+    """On a recipe's GPU, too, which is not filled by an update; the engine's own rules hold."""
+    recipe = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", overrides)
+    found = find_problems(without_training(recipe, ranks), None, ranks, "cuda")
+    assert [p.path for p in found] == ([] if problem is None else [problem])
 
 
 def test_what_is_not_on_this_machine_is_a_problem_unless_it_is_elsewhere():

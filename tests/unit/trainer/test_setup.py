@@ -3,10 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron_tlt.config.load import build_config
+from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.planning.parameters import GIB
+from megatron_tlt.config.root import SftConfig
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.trainer import setup
+from megatron_tlt.trainer import device_memory, setup
+from tests.helpers.mpi import ROOT
 
 
 @pytest.mark.parametrize(("rank", "is_first"), [(0, True), (1, False), (4, True), (7, False)])
@@ -16,3 +21,23 @@ def test_the_rank_that_judges_an_engine_s_responses_has_the_workers_of_all(monke
     config = build_config({"model": {"path": "m"}, "rollout": {"tp": 4}, "rewards": {"workers": 2}})
     setup.reward_pool(config, SimpleNamespace(rank=rank, size=8, heartbeat=lambda: None)).close()
     assert started == [8] * is_first
+
+
+def test_fine_tuning_that_its_gpu_has_no_room_for_is_refused(monkeypatch, tmp_path):
+    """As an RL run is, before a weight is loaded."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 10 * GIB))
+    monkeypatch.setattr(device_memory, "let_segments_grow", lambda device: None)
+    monkeypatch.setattr(setup, "setup_logging", lambda rank, size: None)
+    shape = load_config(ROOT / "configs/models/qwen2.5-7b.yaml").model.architecture
+    tree = {
+        "model": {"path": str(tmp_path / "m"), "architecture": shape.model_dump()},
+        "sft": {"train_path": str(tmp_path / "r.jsonl"), "out": str(tmp_path / "out")},
+    }
+    world = SimpleNamespace(
+        device=torch.device("cuda"), rank=0, size=1, local_size=1, is_main=True,
+        all_gather_object=lambda mine: [mine], broadcast_object=lambda value: value,
+    )  # fmt: skip
+    with pytest.raises(ConfigError) as refused:  # the model is not there, either
+        setup.build_sft_trainer(SftConfig.model_validate(tree), world)
+    (problem,) = (p for p in refused.value.problems if p.path == "cluster.memory_gib")
+    assert problem.value == 10 and "in the update" in problem.allowed

@@ -6,9 +6,10 @@ from megatron_tlt.backends.vllm.args import engine_args
 from megatron_tlt.backends.vllm.plugin import keyed
 from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning import drafter, engine
-from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
+from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS, activation_bytes
 from megatron_tlt.config.planning.graphs import least_graph_bytes
 from megatron_tlt.config.planning.memory import KV, PHASES, estimate_memory
 from megatron_tlt.config.planning.parameters import (
@@ -67,6 +68,24 @@ def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
         (stage,) = estimate_memory(config_of(), shape, ranks, device)
         state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
         assert state / count == pytest.approx(expected, rel=1e-3)
+
+
+def test_sgd_s_master_weights_are_divided_only_where_they_are_sharded():
+    """`distributed_optimizer: auto` shards Adam only."""
+    shape = shape_of("qwen2.5-7b")
+    for name, a_parameter in (("adam", 12 / 8), ("sgd", 4)):
+        (stage,) = estimate_memory(config_of(f"optimizer.name={name}"), shape, 8, "cuda")
+        assert stage.parts["optimizer"] / total_parameters(shape) == pytest.approx(a_parameter, rel=1e-3)
+
+
+def test_an_update_is_as_long_as_a_response_of_training():
+    """Evaluation may allow longer ones: the engine's cache holds them, the update never sees one."""
+    shape, dims = shape_of("qwen2.5-7b"), Dims.fit(2, tp=1, pp=1)
+    short = config_of("rollout.max_tokens=1024", "model.max_context=32768")
+    long = short.model_copy(update={"eval": short.eval.model_copy(update={"max_tokens": 30720})})
+    assert activation_bytes(long, shape, dims, 0, "cuda") == activation_bytes(short, shape, dims, 0, "cuda")
+    assert render_check(long, shape, 2).splitlines()[-4:] == render_check(short, shape, 2).splitlines()[-4:]
+    assert long.longest_sequence == short.longest_sequence - 1024 + 30720
 
 
 def test_adapters_alone_have_gradients_and_optimizer_state():
@@ -138,17 +157,17 @@ def test_the_kv_cache_is_what_remains_of_a_gpu():
     sizes = ["rollout.max_running_requests=64", "model.max_context=8192", "optimizer.name=sgd"]
     config = config_of(*TLT, *sizes)
     need = (64 * 512 + 1) * 16 * kv_bytes_per_token(config, shape)
-    found = {g: estimate_memory(config, shape, 2, "cuda", g)[0] for g in (500, 120, 110, 10)}
+    found = {g: estimate_memory(config, shape, 2, "cuda", g)[0] for g in (500, 135, 125, 10)}
     assert found[500].parts[KV] == need
-    for limit in (120, 110):
+    for limit in (135, 125):
         assert found[limit].total == limit * GIB  # full, by the fullest phase that the cache is there in
     others = [{k: v for k, v in m.parts.items() if k not in (KV, "fragments")} for m in found.values()]
     assert all(parts == others[0] for parts in others)
     assert found[10].parts[KV] == (512 + 1) * 16 * kv_bytes_per_token(config, shape)  # one request: too much
     assert found[10].total > 10 * GIB
     released = config_of(*TLT, *sizes, "rollout.release_cache=true", "actor.offload_optimizer=true")
-    more = estimate_memory(released, shape, 2, "cuda", 110)[0]
-    assert more.parts[KV] > found[110].parts[KV] + found[110].parts["activations"]
+    more = estimate_memory(released, shape, 2, "cuda", 125)[0]
+    assert more.parts[KV] > found[125].parts[KV] + found[125].parts["activations"]
 
 
 def test_a_teacher_is_counted_in_its_own_shape() -> None:
@@ -307,16 +326,16 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     shape = shape_of("qwen2.5-7b")
     sizes = ["rollout.max_running_requests=64", "model.max_context=8192", "optimizer.name=sgd"]
     vllm_of = config_of(*TLT, *sizes, "rollout.backend=vllm", "rollout.vllm.hidden_mib=512")
-    ours, vllm = (estimate_memory(c, shape, 2, "cuda", 110)[0] for c in (config_of(*TLT, *sizes), vllm_of))
+    ours, vllm = (estimate_memory(c, shape, 2, "cuda", 125)[0] for c in (config_of(*TLT, *sizes), vllm_of))
     assert ours.parts["graphs"] and not vllm.parts["graphs"]
     assert vllm.parts["rollout.vllm.hidden_mib"] == 512 * 2**20
     assert vllm.parts["embedding and LM head"] == 2 * 2 * 152064 * 3584  # not tied, bf16
     assert kv_bytes_per_token(vllm_of, shape) == 57344 * 29 // 28  # no hidden states
-    assert vllm.total == 110 * GIB and vllm.parts["engine's process"] == 2 * GIB
+    assert vllm.total == 125 * GIB and vllm.parts["engine's process"] == 2 * GIB
     experts = shape.model_copy(update={"num_experts": 128, "moe_intermediate_size": 768, "dense_layers": (0,)})
     (stage,) = estimate_memory(vllm_of, experts, 2, "cuda", 500)
     assert stage.parts[engine.LOADED] == 2 * 128 * 3 * 768 * 3584 * 2 and stage.only[engine.LOADED] == ("weight_sync",)
-    asleep = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cuda", 110)[0]
+    asleep = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cuda", 125)[0]
     for name, phases in (
         (KV, {"rollout", "idle window"}),  # for pre-rollouts, of which no states are taken
         ("rollout.vllm.hidden_mib", {"rollout"}),
@@ -324,15 +343,15 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
         ("drafter", {"rollout", "idle window", "weight_sync"}),
     ):
         assert set(asleep.only[name]) == phases and name not in vllm.only
-    assert asleep.parts[KV] > vllm.parts[KV] and asleep.of_phase("rollout") <= 110 * GIB
+    assert asleep.parts[KV] > vllm.parts[KV] and asleep.of_phase("rollout") <= 125 * GIB
     on_cpu = estimate_memory(config_of(*TLT, *sizes, "rollout.backend=vllm", SLEEPS), shape, 2, "cpu")[0]
     assert not {KV, "engine weights"} & on_cpu.only.keys(), "vLLM sleeps on GPUs only"
     few = ["rollout.dtype=bf16", *sizes, "rollout.backend=trtllm", "rollout.trtllm.kv_cache_fraction=0.25"]
     for sleeps in (False, True):
         config = config_of(*few, f"rollout.release_cache={sleeps}".lower())
-        (stage,) = estimate_memory(config, shape, 2, "cuda", 110)
+        (stage,) = estimate_memory(config, shape, 2, "cuda", 125)
         cache, held = stage.parts[KV], stage.of_phase("merge") - (not sleeps) * stage.parts[KV]
-        assert cache == (110 * GIB - held) // 4 and not stage.parts["graphs"]
+        assert cache == (125 * GIB - held) // 4 and not stage.parts["graphs"]
         assert ("merge" in stage.only.get(KV, PHASES)) == (not sleeps)
         assert "rollout.trtllm.kv_cache_fraction = 0.25" in render_check(config, shape, 2, "cuda")
 
