@@ -85,7 +85,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
-    rows = "{kind: hf, path: a/rows, subset: main, split: %s}"
+    rows = "{kind: hf, tasks: [], path: a/rows, subset: main, split: %s}"
     return [
         "model.path=a/policy",
         f"data.train={rows % 'train'}",
