@@ -78,3 +78,8 @@ class Dims:
 def rollout_replica(rank: int, rollout_tp: int) -> tuple[int, int]:
     """(replica, rank within it) of an engine: consecutive ranks form one replica."""
     return rank // rollout_tp, rank % rollout_tp
+
+
+def is_first_of_engine(rank: int, rollout_tp: int) -> bool:
+    """Whether it is the first rank of its engine, which alone judges responses and asks environments."""
+    return rank % rollout_tp == 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tlt.config.dims import rollout_replica
+from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
@@ -84,7 +84,7 @@ class PromptQueues:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of its engine."""
-        return rollout_replica(self.world.rank, self.tp)[1] == 0
+        return is_first_of_engine(self.world.rank, self.tp)
 
     @property
     def num_replicas(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.config.dims import rollout_replica
+from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.envs.build import environment_tools, has_opening
@@ -120,7 +120,7 @@ class Environments:
         self._world, self._tp = world, tp
         section = section.model_copy(update={"workers": section.workers * tp})
         self._pool = EnvironmentPool(section, world.heartbeat, in_thought=self._in_thought, longest_opening=longest)
-        if rollout_replica(world.rank, tp)[1] == 0:
+        if is_first_of_engine(world.rank, tp):
             self._pool.warm_up()
         self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)
 
@@ -141,11 +141,11 @@ class Environments:
 
         Collective. Raises EnvError.
         """
-        replica, place = rollout_replica(self._world.rank, self._tp)
-        count = self._world.size // self._tp
+        rank, count = self._world.rank, self._world.size // self._tp
+        replica, _ = rollout_replica(rank, self._tp)
         mine: list[str | None] | str
         try:
-            mine = self._pool.openings(prompts[replica::count]) if place == 0 else []
+            mine = self._pool.openings(prompts[replica::count]) if is_first_of_engine(rank, self._tp) else []
         except EnvError as error:
             mine = str(error)
         self._world.wait_for_all()  # one host may have the slow environments
@@ -153,6 +153,6 @@ class Environments:
         for of_rank, part in enumerate(self._world.all_gather_object(mine)):
             if isinstance(part, str):
                 raise EnvError(part)
-            if of_rank % self._tp == 0:
+            if is_first_of_engine(of_rank, self._tp):
                 texts[of_rank // self._tp :: count] = part
         return texts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from megatron_tlt.config.dims import rollout_replica
+from megatron_tlt.config.dims import is_first_of_engine
 from megatron_tlt.observe.curves import curve_attrs, parked_spans
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back, cut_back_ranks, rank_file
@@ -70,7 +70,7 @@ class RunMetrics:
         """
         self.world, self.state = world, state
         self._config, self._drafts_of, self._turns_of = config, drafts_of, turns_of
-        self._is_first = rollout_replica(world.rank, config.rollout.tp)[1] == 0  # of its engine
+        self._is_first = is_first_of_engine(world.rank, config.rollout.tp)
         self._run_dir = Path(config.train.run_dir)
         self._events = EventLog(self._run_dir, world.rank)
         self._progress = build_progress(config.observe.progress, config.train.num_steps, world.rank)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.checks.pre_rollouts import why_no_eval_drafts, why_no_pre_rollouts
-from megatron_tlt.config.dims import rollout_replica
+from megatron_tlt.config.dims import is_first_of_engine
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
@@ -148,7 +148,7 @@ def reward_pool(config: Config, world: World) -> RewardPool:
     replica_size = config.rollout.tp
     section = config.rewards.model_copy(update={"workers": config.rewards.workers * replica_size})
     pool = RewardPool(section, on_result=world.heartbeat)
-    if rollout_replica(world.rank, replica_size)[1] == 0:
+    if is_first_of_engine(world.rank, replica_size):
         pool.warm_up()
     return pool
 

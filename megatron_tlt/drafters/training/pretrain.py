@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tlt.config.dims import rollout_replica
+from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.checkpoint import save_drafter
@@ -255,8 +255,7 @@ class DrafterPretraining:
         """Acceptance on `tests`, summed over the replicas. Collective."""
         section = self._section
         total = result = MeasuredAcceptance.empty(section.eval_steps)
-        _, tp_rank = rollout_replica(self._world.rank, self._config.rollout.tp)
-        if tp_rank == 0:
+        if is_first_of_engine(self._world.rank, self._config.rollout.tp):
             result = measure(
                 self.model,
                 self._embed,
