@@ -53,7 +53,11 @@ def place_of(error: BaseException) -> str:
 
 
 def no_such_file(path: str | os.PathLike[str]) -> str:
-    """Says that nothing is at `path`: with the nearest name beside it, and with what a relative path counts from."""
+    """Says that nothing is at `path`: with the nearest name beside it, and with what a relative path counts from. Of a
+    file in the place of a directory: that it is one.
+    """
+    if os.path.exists(path):
+        return "is no directory"
     folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
     relative = "" if os.path.isabs(path) else f" (a relative path counts from {os.getcwd()})"
     beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []

@@ -85,9 +85,8 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
         environments.close()
     backend.close()
     if world.is_main:
-        unknown = any(function.is_of_unknown_scale for function in config.rewards.functions)
         row = {"reward/accuracy": result.pass_at["1"], "reward/mean": result.reward}
-        if unknown and (unreached := threshold_warning(row)) is not None:
+        if config.rewards.is_of_unknown_scale and (unreached := threshold_warning(row)) is not None:
             print(f"warning: {unreached}", file=sys.stderr, flush=True)
         text = json.dumps(to_json(asdict(result)), indent=2, allow_nan=False)
         print(text, flush=True)

@@ -142,3 +142,8 @@ class RewardSection(Section):
     workers: NonNegativeInt = 1
     """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, and has those of all. 0
     runs built-in rewards in the rank itself, without a timeout."""
+
+    @property
+    def is_of_unknown_scale(self) -> bool:
+        """Whether a value below the threshold of one of them may be a right answer's."""
+        return any(function.is_of_unknown_scale for function in self.functions)

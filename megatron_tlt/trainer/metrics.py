@@ -84,7 +84,7 @@ class RunMetrics:
         self._started = self._step_started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._acceptance = AcceptanceMonitor()
-        self._may_warn_of_threshold = world.is_main and any(f.is_of_unknown_scale for f in config.rewards.functions)
+        self._may_warn_of_threshold = world.is_main and config.rewards.is_of_unknown_scale
 
     def start(self) -> None:
         """Opens the files that a resumed run continues; rows after the steps done are dropped."""

@@ -133,6 +133,7 @@ def test_foreign_tensors_that_would_be_lost_are_refused(source, tmp_path):
 
 def test_what_is_no_distributed_checkpoint_is_refused(tmp_path, mg):
     not_read(tmp_path / "mgg", "no such file or directory; did you mean mg?")
+    not_read(mg / "latest_checkpointed_iteration.txt", "is no directory")
     with pytest.raises(CheckpointError, match=r"is no Megatron checkpoint: it has neither .*iteration\.txt$"):
         TorchDistReader(tmp_path)
     shutil.copytree(mg, tmp_path / "run" / "checkpoints")
