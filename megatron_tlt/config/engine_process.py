@@ -23,7 +23,6 @@ class EngineProcessSection(Section):
     loads_experts_whole: ClassVar[bool] = False  # a weight sync has all experts of a layer twice
     gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
     batches_contexts: ClassVar[bool] = False  # its steps may take a whole context's tokens
-    kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
     sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
     note: ClassVar[str | None] = None  # a line of `check`'s report
 
@@ -42,6 +41,7 @@ class VllmSection(EngineProcessSection):
     seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
 
     loads_experts_whole = gathers_logits = batches_contexts = sleeps = True
+    kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
 
     python: Annotated[str | None, FilePath()] = None
     """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else

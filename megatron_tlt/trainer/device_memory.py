@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.config.planning.engine import kv_cache_bytes
+from megatron_tlt.config.planning.engine import least_cache_bytes
 from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.errors import ConfigError
@@ -80,7 +80,7 @@ def cache_bytes(config: Config, world: World) -> int | None:
         f"rank {rank} has {left / GIB:.2f} GiB for its KV cache: {outside / GIB:.2f} GiB of its GPU are taken outside "
         f"PyTorch (cluster.reserve_gib: {reserve / GIB:g}), {allocated / GIB:.2f} by it"
     )
-    if left < (least := kv_cache_bytes(config, shape, 1)):
+    if left < (least := least_cache_bytes(config, shape)):
         allowed = f"one request of full length needs {least / GIB:.2f} GiB, and {there}"
         raise ConfigError.of("cluster.memory_gib", config.cluster.memory_gib, allowed)
     if world.is_main:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.config.planning.parameters import kv_bytes_per_token
-from megatron_tlt.config.rollout import KV_BLOCK
+from megatron_tlt.config.planning.engine import least_cache_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
@@ -76,11 +75,7 @@ def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:
     rollout = config.rollout
     if rollout.kv_cache_mib is None or shape.num_kv_heads % rollout.tp:
         return
-    # Samples of a prompt need a copy of its last block. vLLM holds a block back, and drafts may begin one more.
-    process = rollout.engine_process
-    block, more = (KV_BLOCK, 1) if process is None else (process.kv_block, 2)
-    blocks = -(-config.longest_sequence // block) + more
-    needed = -(-blocks * block * kv_bytes_per_token(config, shape) // 2**20)
+    needed = -(-least_cache_bytes(config, shape) // 2**20)
     if rollout.kv_cache_mib < needed:
         allowed = f"must be >= {needed} MiB, or the longest request does not fit"
         yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

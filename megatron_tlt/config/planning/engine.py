@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.block_drafters import LOGITS_AT_ONCE
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.engine_process import EngineProcessSection
+from megatron_tlt.config.engine_process import EngineProcessSection, VllmSection
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
     MIB,
@@ -42,10 +42,22 @@ _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
 _VLLM_SAMPLED_AT_ONCE = 1 << 26  # logits that the plugin in vLLM copies to fp32 at a time; a test compares
 
 
-def kv_cache_bytes(config: Config, shape: ArchitectureConfig, requests: int) -> int:
-    """A cache for so many requests of the longest context, in whole blocks."""
-    blocks = requests * -(-config.model.max_context // KV_BLOCK) + 1
-    return blocks * KV_BLOCK * kv_bytes_per_token(config, shape)
+def most_cache_bytes(config: Config, shape: ArchitectureConfig) -> int:
+    """A cache for all running requests of the longest context."""
+    return _cache_bytes(config, shape, config.rollout.max_running_requests, config.model.max_context)
+
+
+def least_cache_bytes(config: Config, shape: ArchitectureConfig) -> int:
+    """A cache for one request of full length: with less, the engine could never finish it."""
+    return _cache_bytes(config, shape, 1, config.longest_sequence)
+
+
+def _cache_bytes(config: Config, shape: ArchitectureConfig, requests: int, tokens: int) -> int:
+    """Whole blocks: samples of a prompt need a copy of its last block; vLLM holds a block back, and drafts, which lie
+    behind a request's last token, may begin one more.
+    """
+    block, more = (VllmSection.kv_block, 2) if config.rollout.backend == "vllm" else (KV_BLOCK, 1)
+    return (requests * -(-tokens // block) + more) * block * kv_bytes_per_token(config, shape)
 
 
 def engine_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:

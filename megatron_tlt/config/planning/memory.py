@@ -209,10 +209,10 @@ def _kv_cache(
         return int(share * free)
     if config.rollout.kv_cache_mib is not None:
         return config.rollout.kv_cache_mib * MIB
-    most = engine.kv_cache_bytes(config, shape, config.rollout.max_running_requests)
+    most = engine.most_cache_bytes(config, shape)
     if device == "cpu":
         return most
-    least = engine.kv_cache_bytes(config, shape, 1)
+    least = engine.least_cache_bytes(config, shape)
     if limit_gib is None:
         return least
     there = stages[0].only.get(KV, PHASES)

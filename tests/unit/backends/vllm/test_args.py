@@ -34,6 +34,7 @@ from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
 from megatron_tlt.config.checks.rollout import check_rollout
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.planning import engine as plan
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
@@ -101,7 +102,8 @@ def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:
 
 @pytest.mark.parametrize("max_tokens", [8192, 8189])  # a whole number of blocks: without drafts, and with some of them
 def test_vllm_starts_with_the_least_cache_that_check_accepts(max_tokens: int, tmp_path: Path) -> None:
-    """It wants room for a context as long as its `max_model_len`, beside a block that it holds back."""
+    """It wants room for a context as long as its `max_model_len`, beside a block that it holds back. The cache and the
+    rows of a step that are planned are those that it is started with."""
     sizes = ["model.max_context=32768", "data.max_prompt_tokens=2048", f"rollout.max_tokens={max_tokens}"]
     engine = ["rollout.backend=vllm", "rollout.speculation.drafter=suffix", "rollout.dtype=bf16"]
     recipe = ROOT / "configs/models/qwen2.5-7b.yaml"
@@ -124,11 +126,14 @@ def test_vllm_starts_with_the_least_cache_that_check_accepts(max_tokens: int, tm
     (tmp_path / "config.json").write_text(json.dumps(about))
     model = config.model.model_copy(update={"path": str(tmp_path)})
     block_bytes = 2 * 28 * 4 * 128 * 2 * 128  # keys and values, layers, heads, their width, bytes, tokens
-    for mib in (1024, int(least)):
-        section, longest = config.rollout.model_copy(update={"kv_cache_mib": mib}), config.longest_sequence
-        given = _arguments(EngineOptions(section, model, longest_request=longest), tmp_path)
+    longest = config.longest_sequence
+    for cache in (1 << 30, int(least) << 20, plan.least_cache_bytes(config, shape)):
+        options = EngineOptions(config.rollout, model, longest_request=longest, kv_cache_bytes=cache)
+        given = _arguments(options, tmp_path)
         usable = 128 * (given["kv_cache_memory_bytes"] // block_bytes - 1)
         assert longest < given["max_model_len"] <= usable
+    rows = plan.rollout_step_bytes(config, shape, "cuda") // plan.row_bytes(config, shape)
+    assert longest == rows < given["max_num_batched_tokens"] < rows + 128, "drafts lie behind the longest request"
 
 
 def test_a_request_ends_where_the_embedded_engines_does() -> None:
