@@ -49,6 +49,7 @@ test: setup-dev lint types imports unit  ## Run ruff, mypy, import-linter and py
 
 lint: setup-dev  ## Run ruff
 	$(BIN)/python -m ruff check $(SOURCES)
+	$(BIN)/python -m ruff format --check $(SOURCES)
 
 types: setup-dev  ## Run mypy
 	$(BIN)/python -m mypy

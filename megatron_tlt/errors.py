@@ -43,7 +43,7 @@ def error_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """" (FILE:LINE)" of the innermost line of a user's code that an error came from; "" if it came from none.
+    """ " (FILE:LINE)" of the innermost line of a user's code that an error came from; "" if it came from none.
 
     A user's code is what belongs neither to this package nor to Python and its installed packages.
     """
@@ -65,7 +65,7 @@ def no_such_file(path: str | os.PathLike[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """"; did you mean ...?" with the known word that is nearest to a wrong one; "" where none is near."""
+    """ "; did you mean ...?" with the known word that is nearest to a wrong one; "" where none is near."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -101,6 +101,7 @@ class ConfigProblem:
 
 
 Problems = Iterator[ConfigProblem]
+
 
 class ConfigError(TltError, ValueError):
     """A configuration that cannot run. Carries every problem found, not only the first, and each once."""

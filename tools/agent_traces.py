@@ -92,9 +92,7 @@ def _use(expression: str, answer: str) -> Conversation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["retry", "calculator"])
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0, help="another one gives other prompts")

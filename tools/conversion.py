@@ -57,9 +57,7 @@ def run(name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], i
     return status
 
 
-def _guarded(
-    name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int], ranks: Ranks
-) -> int:
+def _guarded(name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int], ranks: Ranks) -> int:
     status = BAD_INPUT
     try:
         with together(ranks):
@@ -77,9 +75,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an older conversion in --out")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing")
 
 
 def check_output(args: argparse.Namespace, command: str, sources: Iterable[Path], ranks: Ranks) -> None:
@@ -181,7 +177,5 @@ def comparison_report(a: Opened, b: Opened, difference: Difference) -> str:
         texts = [f"{name}: largest difference {value:.3g}" for name, value in largest]
         lines.append("    " + shortened(texts, 10, separator="\n    "))
     if is_saved_again(a, b, difference):
-        lines.append(
-            f"WARNING: steps {a.step} and {b.step} hold the same weights: the same weights were saved again"
-        )
+        lines.append(f"WARNING: steps {a.step} and {b.step} hold the same weights: the same weights were saved again")
     return "\n".join(lines)

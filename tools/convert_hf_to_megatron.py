@@ -23,9 +23,7 @@ from megatron_tlt.distributed.together import Ranks
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 1 (failed, nothing written) or 2 (bad input: arguments, model, files)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="Hugging Face directory, or OWNER/NAME on the hub")
     command.add_output(parser)
     args = parser.parse_args(argv)

@@ -111,9 +111,7 @@ def _section(name: str, record: dict[str, Any]) -> str:
         lines.append(f"| note | {record['note']} |")
     summary = record["summary"]
     hidden = f"{summary.get('hidden', 0):.0f}"  # the proof repeats its best size's figures without the size
-    shown = {
-        key: value for key, value in summary.items() if key != "hidden" and f"{key}_{hidden}" not in summary
-    }
+    shown = {key: value for key, value in summary.items() if key != "hidden" and f"{key}_{hidden}" not in summary}
     lines += [f"| `{key}` | {_value(value)} |" for key, value in shown.items()]
     return "\n".join(lines) + "\n"
 

@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", type=Path, help="Hugging Face directory that describes a checkpoint without config.json"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="no checksums: reads no tensor that is not compared"
-    )
+    parser.add_argument("--quick", action="store_true", help="no checksums: reads no tensor that is not compared")
     args = parser.parse_args(argv)
 
     def plan(ranks: Ranks) -> tuple[Opened, Opened | None]:

@@ -71,9 +71,7 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
     if config is not None:
         model = ModelConfig.from_hf(config)
     else:
-        model = (
-            config_of(manifest) if manifest else ModelConfig.from_hf(config_beside(root, source.directory))
-        )
+        model = config_of(manifest) if manifest else ModelConfig.from_hf(config_beside(root, source.directory))
     if not _has_adapters(manifest):
         source.check(model)
     version = source.backend["sharded_backend_version"]

@@ -243,23 +243,17 @@ def sft_command(args: argparse.Namespace) -> list[str]:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--work", type=Path, help="data and random weights (runs/demo-policy; with --student runs/demo-student)"
     )
     parser.add_argument(
         "--out", type=Path, help="directory to write (assets/demo-policy; also assets/demo-student, runs/demo-moe)"
     )
-    parser.add_argument(
-        "--config", type=Path, default=ROOT / "configs" / "sft-demo.yaml", help="the SFT recipe"
-    )
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "sft-demo.yaml", help="the SFT recipe")
     parser.add_argument("--examples", type=int, default=120_000, help="training examples")
     parser.add_argument("--heldout", type=int, default=500, help="held-out examples")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the weights; the data takes two streams of its own"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights; the data takes two streams of its own")
     parser.add_argument("--ranks", type=int, default=2, help="MPI ranks of the training")
     parser.add_argument(
         "--moe", action="store_true", help="only make a mixture of experts of the policy in assets: no training"
@@ -267,9 +261,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--student", action="store_true", help="the smaller model that learns from the policy")
     parser.add_argument("--overwrite", action="store_true", help="write into --out where it has files")
     parser.add_argument("--no-sft", action="store_true", help="write data and random weights, do not train")
-    parser.add_argument(
-        "override", nargs="*", help="further dotted overrides of the recipe, as sft.num_steps=100"
-    )
+    parser.add_argument("override", nargs="*", help="further dotted overrides of the recipe, as sft.num_steps=100")
     args = parser.parse_args(argv)
     name = "demo-student" if args.student else "demo-policy"
     args.work = args.work or ROOT / "runs" / name
@@ -295,9 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     note_maker(args.work, WORK)
     sizes = STUDENT_SIZES if args.student else POLICY_SIZES
-    print(
-        f"random weights: {write_start(args.work / 'start', args.seed, sizes):,} parameters in {args.work / 'start'}"
-    )
+    print(f"random weights: {write_start(args.work / 'start', args.seed, sizes):,} parameters in {args.work / 'start'}")
     write_jsonl(args.work / "train.jsonl", args.examples, seed=1)
     write_jsonl(args.work / "heldout.jsonl", args.heldout, seed=2)
     print(f"data: {args.examples} and {args.heldout} examples in {args.work}")

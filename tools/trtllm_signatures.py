@@ -38,9 +38,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 def _class(node: ast.ClassDef) -> Signature:
     """Bases, annotated fields and their aliases, methods, and names reached from `self`."""
     fields = {
-        item.target.id
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
     methods = [item for item in node.body if isinstance(item, _FUNCTIONS)]
     return {

@@ -91,9 +91,7 @@ class SDPACoreAttention(MegatronModule):
         outputs = []
         for run, *parts in zip(runs, *(t.squeeze(1).split(sizes) for t in (query, key, value)), strict=True):
             q, k, v = (part.unflatten(0, run).transpose(1, 2) for part in parts)  # [count, heads, length, d]
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
-            )
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return packed.flatten(1).unsqueeze(1)

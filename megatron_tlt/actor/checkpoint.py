@@ -209,9 +209,7 @@ def load_policy(module: Any, optimizer: Any, groups: ActorGroups, directory: Pat
     Nothing in it is unpickled. Raises CheckpointError.
     """
     with cpu_as_cuda(), _no_pickles(directory):
-        state = dist_checkpointing.load(
-            sharded_state(module, optimizer, groups, None), str(directory)
-        )
+        state = dist_checkpointing.load(sharded_state(module, optimizer, groups, None), str(directory))
         left_out = module.load_state_dict(state["model"], strict=False)
         assert not left_out.unexpected_keys and not trainable(module).keys() & set(left_out.missing_keys)
         with optimizer_shards.state_read_in_place(optimizer):

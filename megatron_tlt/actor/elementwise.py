@@ -99,9 +99,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.shape = (hidden_size,)
-        self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
-        )
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
         # finalize_model_grads sums the gradients of weights so marked over TP: each rank saw its rows only.
         marked: Any = self.weight
         marked.sequence_parallel = config.sequence_parallel

@@ -143,9 +143,7 @@ class _AdaptedExperts(torch.autograd.Function):
     """Rows [R, in] by their experts' merged weights, in the manner of `lora._AdaptedProduct`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, adapted: AdaptedWeight, ends: Tensor, counts: Tensor, *_: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, adapted: AdaptedWeight, ends: Tensor, counts: Tensor, *_: Tensor) -> Tensor:
         ctx.adapted = adapted
         ctx.save_for_backward(rows, ends, counts)
         return F.grouped_mm(rows, adapted.value().transpose(1, 2), offs=ends)

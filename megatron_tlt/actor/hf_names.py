@@ -76,9 +76,7 @@ def slots(config: ModelConfig, pp: int) -> list[Slot]:
     if not config.tie_word_embeddings:
         found.append(Slot(("lm_head.weight",), ("output_layer.weight",), last, "vocab"))
     elif pp > 1:
-        found.append(
-            Slot(("model.embed_tokens.weight",), ("output_layer.weight",), last, "vocab", exported=False)
-        )
+        found.append(Slot(("model.embed_tokens.weight",), ("output_layer.weight",), last, "vocab", exported=False))
     return found
 
 
@@ -86,9 +84,7 @@ def _layer_slots(config: ModelConfig, layer: int, stage: int, local: int) -> Ite
     hf, mg = f"model.layers.{layer}.", f"decoder.layers.{local}."
 
     def slot(names: tuple[str, ...], paths: tuple[str, ...], kind: Kind) -> Slot:
-        return Slot(
-            tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind, layer
-        )
+        return Slot(tuple(hf + name for name in names), tuple(mg + path for path in paths), stage, kind, layer)
 
     def qkv(what: str) -> Slot:
         names = tuple(f"self_attn.{x}_proj.{what}" for x in "qkv")

@@ -86,9 +86,7 @@ class ForwardStateCollector:
 
     def _hook(self, module: GPTModel, columns: dict[int, int]) -> None:
         def reader(column: int) -> Callable[..., None]:
-            return lambda _module, _args, output: self._read(
-                column, output[0] if isinstance(output, tuple) else output
-            )
+            return lambda _module, _args, output: self._read(column, output[0] if isinstance(output, tuple) else output)
 
         for layer in module.decoder.layers:
             if (number := layer.layer_number - 1) in columns:

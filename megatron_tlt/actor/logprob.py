@@ -31,9 +31,7 @@ class VocabShard:
     group: dist.ProcessGroup | None  # None: the vocabulary is whole
 
     @classmethod
-    def of_rank(
-        cls, vocab_size: int, tp_rank: int, tp_size: int, group: dist.ProcessGroup | None
-    ) -> VocabShard:
+    def of_rank(cls, vocab_size: int, tp_rank: int, tp_size: int, group: dist.ProcessGroup | None) -> VocabShard:
         """Shard of a vocabulary padded to a multiple of the TP size."""
         width = -(-vocab_size // tp_size)
         start = tp_rank * width

@@ -151,9 +151,7 @@ def _gathered(x: Tensor, group: Any, gathers: bool) -> Tensor:
 class AdaptedColumnLinear(ColumnParallelLinear):
     """megatron's column-parallel layer with an adapter for each matrix in it that is a target."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any
-    ):
+    def __init__(self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any):
         """`matrices`: names of those in its weight, (q, k, v) by key/value group, or (gate, up)."""
         super().__init__(inputs, outputs, **options)
         config, tp = options["config"], self.tp_group.size()
@@ -171,9 +169,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         }
         self.adapted = _adapted(self, made, lora.scale, groups)
 
-    def forward(
-        self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
-    ) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
         """[T, 1, in] ([T / tp, 1, in] under sequence parallel) -> [T, 1, out], and no bias."""
         group = self.tp_group if self.tp_group.size() > 1 else None
         factors = self.adapted.factors
@@ -190,9 +186,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 class AdaptedRowLinear(RowParallelLinear):
     """megatron's row-parallel layer with an adapter."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any
-    ):
+    def __init__(self, inputs: int, outputs: int, *, lora: LoraSection, matrices: tuple[str, ...], **options: Any):
         """`matrices`: the name of the one in its weight."""
         super().__init__(inputs, outputs, **options)
         made: dict[str, Adapter] = {
@@ -251,9 +245,7 @@ def freeze_base(module: nn.Module) -> None:
         parameter.requires_grad_(name.endswith(FACTORS))
     embedding: Any = getattr(module, "embedding", None)
     if embedding is not None:
-        embedding.register_forward_hook(
-            lambda _module, _args, out: out.requires_grad_() if out.is_leaf else out
-        )
+        embedding.register_forward_hook(lambda _module, _args, out: out.requires_grad_() if out.is_leaf else out)
 
 
 def factor_reader(

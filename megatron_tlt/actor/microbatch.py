@@ -89,9 +89,7 @@ class MicroBatch:
 
     def weights(self) -> Tensor:
         """Every sequence's `weight` on each of its response rows, [N] fp32."""
-        per_sequence = torch.tensor(
-            [s.weight for s in self.sequences], dtype=torch.float32, device=self.labels.device
-        )
+        per_sequence = torch.tensor([s.weight for s in self.sequences], dtype=torch.float32, device=self.labels.device)
         return per_sequence[self.segments]
 
 
@@ -178,9 +176,7 @@ def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBat
     own = ((rows >= 0) & (rows < count)).nonzero().flatten()
     packing = replace(whole.packing, to_whole=tensor(place))
     input_ids, positions = whole.input_ids[:, here], whole.positions[:, here]
-    return replace(
-        whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own, here=here
-    )
+    return replace(whole, input_ids=input_ids, positions=positions, packing=packing, rows=rows[own], own=own, here=here)
 
 
 def num_tokens(batch: MicroBatch) -> int:

@@ -47,9 +47,7 @@ class OptimizerOffload:
         lies_in = tensor.untyped_storage()._cdata
         for storage, host in self._host_copies or ():
             if storage._cdata == lies_in:
-                return host.view(tensor.dtype).as_strided(
-                    tensor.shape, tensor.stride(), tensor.storage_offset()
-                )
+                return host.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return tensor
 
     @contextmanager
@@ -82,12 +80,7 @@ class OptimizerOffload:
         for part in self._optimizer.chained_optimizers:
             inner = part.optimizer
             tensors = [p for group in inner.param_groups for p in group["params"]]
-            tensors += [
-                v
-                for state in inner.state.values()
-                for v in state.values()
-                if isinstance(v, Tensor) and v.ndim
-            ]
+            tensors += [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
             for tensor in tensors:
                 if tensor.numel() and _address(tensor) not in taken:
                     taken.add(_address(tensor))

@@ -61,9 +61,7 @@ class ThreadWriter(FileSystemWriterAsync):
 
     def start(self, files: Mapping[str, Callable[[Path], None]]) -> None:
         """Begins to write in the background: the shard, then `files`, each by calling its value with its path."""
-        self._thread = threading.Thread(
-            target=self._write, args=(files,), name="checkpoint-writer", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def _write(self, files: Mapping[str, Callable[[Path], None]]) -> None:
@@ -130,9 +128,7 @@ class ThreadSaveStrategy(TorchDistSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
         """Plans with the other ranks and takes the snapshot. Collective."""
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         self.writer = ThreadWriter(Path(checkpoint_dir))
         planned, *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),

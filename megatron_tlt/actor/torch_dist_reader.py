@@ -130,9 +130,7 @@ class TorchDistReader:
             elif file.stat().st_size < end:
                 problems.append(f"{name} is torn: {file.stat().st_size} of {end} bytes")
         if problems:
-            raise CheckpointError(
-                f"Megatron checkpoint {self.directory}: {shortened(problems, separator='; ')}"
-            )
+            raise CheckpointError(f"Megatron checkpoint {self.directory}: {shortened(problems, separator='; ')}")
 
     def manifest(self) -> Manifest | None:
         """The manifest of a checkpoint that Megatron-TLT wrote. Raises CheckpointError if it is damaged."""
@@ -191,9 +189,7 @@ class TorchDistReader:
         problems += dict.fromkeys(misfits)  # a stacked tensor gives the same text for every layer
         if problems:
             listed = shortened(problems, separator="; ")
-            raise CheckpointError(
-                f"Megatron checkpoint {self.directory} does not fit the config.json: {listed}"
-            )
+            raise CheckpointError(f"Megatron checkpoint {self.directory} does not fit the config.json: {listed}")
 
     def _misfits(self, config: ModelConfig, slot: Slot, stored: Stored) -> Iterator[str]:
         shape, size = _shape(config, slot), tuple(self.tensors[stored.key].size)
@@ -231,9 +227,7 @@ class TorchDistReader:
         )
         items = create_read_items_for_chunk_list(stored.key, meta, [region])
         if (count := sum(prod(item.lengths) for item in items)) != prod(shape):
-            raise CheckpointError(
-                f"{self.directory}: {stored.key} has {count} of {prod(shape)} numbers of a parameter"
-            )
+            raise CheckpointError(f"{self.directory}: {stored.key} has {count} of {prod(shape)} numbers of a parameter")
         target = torch.empty(region.sizes, dtype=meta.properties.dtype)
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()

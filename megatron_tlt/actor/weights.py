@@ -131,9 +131,7 @@ def named_tensors(
             parts = _gather(read(_find(parameters, slot)).detach(), slot, groups)
             full = unshard(config, slot, parts)
         else:
-            full = [
-                torch.empty(shapes[name], dtype=sample.dtype, device=sample.device) for name in slot.hf_names
-            ]
+            full = [torch.empty(shapes[name], dtype=sample.dtype, device=sample.device) for name in slot.hf_names]
         for name, tensor in zip(slot.hf_names, full, strict=True):
             yield name, _from_stage(tensor, slot.stage, groups)
 

@@ -42,8 +42,7 @@ class ReinforcePp(Algorithm):
         if not self.needs_token_kl or token_kl is None:
             return super().token_advantages(sequences, rows, table, token_kl, reduce_sum)
         returns = [
-            table.reward[row] - self.config.kl_weight * tail_sums(kl)
-            for row, kl in zip(rows, token_kl, strict=True)
+            table.reward[row] - self.config.kl_weight * tail_sums(kl) for row, kl in zip(rows, token_kl, strict=True)
         ]
         trained = self.trained(table)
         counted = [s.trajectory.drawn & trained[row] for s, row in zip(sequences, rows, strict=True)]

@@ -135,9 +135,7 @@ class EngineProcess:
                     start_new_session=True,  # so that killing it also kills what it started
                 )
         except OSError as error:
-            raise BackendError(
-                f"{launch.section}.python = {launch.python!r} cannot be started: {error}"
-            ) from error
+            raise BackendError(f"{launch.section}.python = {launch.python!r} cannot be started: {error}") from error
 
     def _check_hello(self, hello: Message) -> None:
         launch, engine, device = self.launch, str(hello.get("engine")), hello.get("device")

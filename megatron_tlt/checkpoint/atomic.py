@@ -40,9 +40,7 @@ def problem_of(out: Path, command: str, overwrite: bool = False, sources: Iterab
 
 
 @contextmanager
-def atomic_directory(
-    out: Path, command: str, overwrite: bool = False, sources: Iterable[Path] = ()
-) -> Iterator[Path]:
+def atomic_directory(out: Path, command: str, overwrite: bool = False, sources: Iterable[Path] = ()) -> Iterator[Path]:
     """A scratch directory beside `out`, renamed to `out` when the block ends; removed if it raises.
 
     A killed process leaves it, `.NAME.unfinished-*`, behind, and the directory that it was replacing as
@@ -108,9 +106,7 @@ def check_room(out: Path, num_bytes: int) -> None:
     """Raises CheckpointError if `out` would not fit on its disk."""
     free, needed = shutil.disk_usage(out.parent).free, num_bytes + _SPARE
     if free < needed:
-        raise CheckpointError(
-            f"{out} needs {gib(needed)}, but only {gib(free)} are free in {out.parent.resolve()}"
-        )
+        raise CheckpointError(f"{out} needs {gib(needed)}, but only {gib(free)} are free in {out.parent.resolve()}")
 
 
 def gib(num_bytes: float) -> str:

@@ -1,14 +1,14 @@
 """Checkpoints of a run: when one is written, its contents, which one a run resumes from.
 
-    RUN_DIR/checkpoints/step-000030/
-      *.distcp, .metadata, metadata.json, common.pt   policy, optimizer, random states: megatron's torch_dist format
-                                                      (`actor/checkpoint.py`)
-      manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
-                                                      state (`Job.state_dict`): step, position in the prompts,
-                                                      evaluations, selector statistics, mean lengths by prompt
-      drafter.safetensors                             drafter, its mean and moments (`drafters/state_file.py`)
-      carried.jsonl                                   responses that the next step continues (`carried_file.py`)
-    RUN_DIR/checkpoints/latest                        name of the newest complete one
+RUN_DIR/checkpoints/step-000030/
+  *.distcp, .metadata, metadata.json, common.pt   policy, optimizer, random states: megatron's torch_dist format
+                                                  (`actor/checkpoint.py`)
+  manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
+                                                  state (`Job.state_dict`): step, position in the prompts,
+                                                  evaluations, selector statistics, mean lengths by prompt
+  drafter.safetensors                             drafter, its mean and moments (`drafters/state_file.py`)
+  carried.jsonl                                   responses that the next step continues (`carried_file.py`)
+RUN_DIR/checkpoints/latest                        name of the newest complete one
 """
 
 from __future__ import annotations

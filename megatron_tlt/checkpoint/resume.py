@@ -55,9 +55,7 @@ def checkpoint_to_resume(config: TrainingConfig) -> tuple[Path, files.Manifest] 
     return None
 
 
-def resume_problems(
-    config: TrainingConfig, shape: ModelConfig | None, device: Device | None
-) -> list[ConfigProblem]:
+def resume_problems(config: TrainingConfig, shape: ModelConfig | None, device: Device | None) -> list[ConfigProblem]:
     """Why a start cannot go on from the checkpoint of `checkpoint.resume`, from its record and the sizes of its files.
 
     `shape`: of the model in `model.path`, None where that is not on this machine. `device`: of the ranks, None where it

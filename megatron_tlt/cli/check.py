@@ -19,9 +19,7 @@ def add_check(commands: Any) -> None:
     text = "report whether a config can run, the place of each rank and its memory"
     command = commands.add_parser("check", help=text, description=text)
     add_config(command)
-    command.add_argument(
-        "--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)"
-    )
+    command.add_argument("--ranks", type=int, help="number of ranks (default: cluster.nodes * ranks_per_node)")
     command.add_argument("--sft", action="store_true", help="a config of `sft`, not of `train`")
     command.add_argument("--fetch", action="store_true", help="fetch what the config names on the Hugging Face hub")
     command.add_argument("--elsewhere", action="store_true", help="files that are not on this machine are warnings")

@@ -107,9 +107,7 @@ def _generate(args: argparse.Namespace) -> int:
         problems += environment_problems(env)
     if problems:
         raise ConfigError(problems)
-    return run_on_every_rank(
-        DistributedSection(), cpu_threads(), lambda world: _generate_on(args, engine, env, world)
-    )
+    return run_on_every_rank(DistributedSection(), cpu_threads(), lambda world: _generate_on(args, engine, env, world))
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:
@@ -168,9 +166,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             more_of=partial(_more_of, args.logprobs, environments),
         )
     if world.is_main:
-        written = (
-            f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
-        )
+        written = f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         print(f"wrote {args.out}: {written}", flush=True)
 
 

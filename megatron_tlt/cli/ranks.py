@@ -37,9 +37,7 @@ _OF_THE_MACHINE = (
 )  # fmt: skip
 
 
-def run_on_every_rank(
-    section: DistributedSection, threads: int | None, body: Callable[[World], int | None]
-) -> int:
+def run_on_every_rank(section: DistributedSection, threads: int | None, body: Callable[[World], int | None]) -> int:
     """Runs `body(world)` on this rank of the job; any error ends every rank. Returns its exit code, None is 0.
 
     `threads`: PyTorch threads of this rank. With an exit code other than 0 from `body` the process ends here.

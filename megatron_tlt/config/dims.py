@@ -62,12 +62,7 @@ class Dims:
 
     def replica_ranks(self, dp: int) -> list[int]:
         """All ranks that hold one data-parallel replica of the policy, and so need the same sequences."""
-        return [
-            self.rank_at(tp, cp, dp, pp)
-            for pp in range(self.pp)
-            for cp in range(self.cp)
-            for tp in range(self.tp)
-        ]
+        return [self.rank_at(tp, cp, dp, pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
 
     def pipeline_ranks(self, rank: int) -> list[int]:
         """Ranks of the pipeline that `rank` is part of, first stage first."""

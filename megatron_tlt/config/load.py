@@ -203,9 +203,7 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
     return ConfigProblem(path, detail["input"], f"must be {allowed}")
 
 
-def _unknown_key(
-    root: type[BaseModel], section: type[BaseModel], parent: str, key: str, value: Any
-) -> ConfigProblem:
+def _unknown_key(root: type[BaseModel], section: type[BaseModel], parent: str, key: str, value: Any) -> ConfigProblem:
     keys = list(section.model_fields)
     path = f"{parent}.{key}" if parent else key
     leaf, inner = key, value  # of another framework's tree, as in actor_rollout_ref.rollout.n=8

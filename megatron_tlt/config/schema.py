@@ -97,10 +97,7 @@ def element_of(annotation: Any) -> Any:
 def _range_text(constraints: list[Any]) -> str:
     signs = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
     parts = [
-        f"{sign} {getattr(c, attribute)}"
-        for cls, attribute, sign in signs
-        for c in constraints
-        if isinstance(c, cls)
+        f"{sign} {getattr(c, attribute)}" for cls, attribute, sign in signs for c in constraints if isinstance(c, cls)
     ]
     return " and ".join(parts)
 

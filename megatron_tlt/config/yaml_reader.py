@@ -66,9 +66,7 @@ def deep_merge(base: Any, over: Any) -> Any:
     return base | {key: deep_merge(base.get(key), value) for key, value in over.items()}
 
 
-def read_config_file(
-    path: Path, root: type[BaseModel] | None = None, chain: tuple[Path, ...] = ()
-) -> dict[str, Any]:
+def read_config_file(path: Path, root: type[BaseModel] | None = None, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The mapping in `path` over those it names in `defaults:` (relative to the file, later ones win).
 
     With the class of its `root` other relative paths stand in it as `InFile`. `chain` holds the files being read above

@@ -46,9 +46,7 @@ _SPLIT_WORDS = {
 }
 
 
-def choose_files(
-    names: Sequence[str], card: Path, subset: str | None, split: str | None, where: str
-) -> list[str]:
+def choose_files(names: Sequence[str], card: Path, subset: str | None, split: str | None, where: str) -> list[str]:
     """The data files, of `names` (paths below the data set's root), of a subset and split (None: train).
 
     `card`: README.md, which may be missing. Raises DataError that begins with `where` and lists what there is.

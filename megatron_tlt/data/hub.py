@@ -228,9 +228,7 @@ def _commit(named: Named, recorded: dict[str, str]) -> str:
     return hub_answers.answer(endpoint(), named.text, resolve, hub_answers.COMMIT_S)
 
 
-def _download_all(
-    names: Sequence[Named], commits: dict[str, str]
-) -> tuple[dict[str, str], list[ConfigProblem]]:
+def _download_all(names: Sequence[Named], commits: dict[str, str]) -> tuple[dict[str, str], list[ConfigProblem]]:
     """This node's directories, by field, and why a name has none. Every name is looked at before one is fetched."""
     directories: dict[str, str] = {}
     problems: list[ConfigProblem] = []

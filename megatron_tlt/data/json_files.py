@@ -47,9 +47,7 @@ def without_spelling(value: Any) -> Any:
     return [without_spelling(item) for item in value] if isinstance(value, list) else value
 
 
-def read_json(
-    path: Path, spelled: bool = False, last: int | None = None
-) -> tuple[list[dict[str, Any]], list[int]]:
+def read_json(path: Path, spelled: bool = False, last: int | None = None) -> tuple[list[dict[str, Any]], list[int]]:
     """(records, numbers of the lines that they begin in); empty lines are skipped.
 
     `spelled`: numbers with a point or an exponent are `JsonNumber`s. `last`: this many of the last records only. Raises

@@ -38,9 +38,7 @@ _PlacedRow = tuple[str, JsonRow]  # behind the place that errors name
 _PROMPT_IDS, _RESPONSE_IDS, _RESPONSE = "prompt_token_ids", "token_ids", "response"
 
 
-def read_responses(
-    config: Config, path: Path, tokenizer: HFTokenizer, vocab_size: int, most: int
-) -> list[Trajectory]:
+def read_responses(config: Config, path: Path, tokenizer: HFTokenizer, vocab_size: int, most: int) -> list[Trajectory]:
     """The last `most` responses in `path`, a JSONL file or a run directory; `prompt_id` counts them.
 
     Log-probs are zeros. Raises DataError that names file, line and field, also for more than `model.max_context`
@@ -50,10 +48,7 @@ def read_responses(
     data = config.data
     limit = config.model.max_context
     encoder = RecordTokens(tokenizer, limit, chat=data.chat_template, system=data.system_prompt)
-    found = [
-        _trajectory(number, config, row, where, encoder, vocab_size)
-        for number, (where, row) in enumerate(rows)
-    ]
+    found = [_trajectory(number, config, row, where, encoder, vocab_size) for number, (where, row) in enumerate(rows)]
     if not found:
         raise DataError(f"{path}: no responses")
     return found

@@ -113,9 +113,7 @@ class EnvSource:
 class FileSource:
     """The records of a JSONL file, a Parquet file or a `datasets` directory."""
 
-    def __init__(
-        self, config: PromptSourceConfig, path: Path, records: Any, where: Where, takes_tokens: bool = False
-    ):
+    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, where: Where, takes_tokens: bool = False):
         """Checks every record, a mapping. `takes_tokens`: a record may have `token_ids` in place of the prompt. Raises
         DataError naming its place.
         """

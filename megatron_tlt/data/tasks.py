@@ -66,9 +66,7 @@ class TaskSource:
     def fingerprint(self) -> str:
         """Changes with anything that changes an item: tasks, seed, version of the generator."""
         tasks = [task.model_dump(mode="json") for task in self._tasks]
-        return digest(
-            "tasks", json.dumps(tasks, sort_keys=True, default=str), self._seed, reasoning_gym.__version__
-        )
+        return digest("tasks", json.dumps(tasks, sort_keys=True, default=str), self._seed, reasoning_gym.__version__)
 
     @property
     def description(self) -> str:

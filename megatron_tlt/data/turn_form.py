@@ -1,7 +1,7 @@
 """What a chat template writes around a text of the assistant, found by rendering made-up conversations.
 
-    ...<|im_start|>assistant\\n  4?  <|im_end|>  \\n<|im_start|>user\\n...
-    opening                     text  end
+...<|im_start|>assistant\\n  4?  <|im_end|>  \\n<|im_start|>user\\n...
+opening                     text  end
 """
 
 from __future__ import annotations

@@ -131,9 +131,7 @@ def slots_of(rows: DraftingRows, at: np.ndarray, positions: np.ndarray, block_si
     return slots
 
 
-def missing_pairs(
-    rows: DraftingRows, active: np.ndarray, limit: int, block_size: int, but: int = 0
-) -> Pairs | None:
+def missing_pairs(rows: DraftingRows, active: np.ndarray, limit: int, block_size: int, but: int = 0) -> Pairs | None:
     """Pairs that rows `active` [A] have not cached, at most the last `limit` of each, without the last `but` of them;
     None where all are there. Mutates `synced` and `first`, as if they were cached.
     """

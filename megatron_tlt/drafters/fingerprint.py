@@ -54,9 +54,7 @@ def digest_of(parts: Iterable[Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def other_policy_problem(
-    field: str, drafter: str | Path, made_for: str, model: str | Path
-) -> ConfigProblem | None:
+def other_policy_problem(field: str, drafter: str | Path, made_for: str, model: str | Path) -> ConfigProblem | None:
     """The problem to report at `field` if `drafter` was made for another policy than `model`; None if it was not.
 
     `made_for` is the fingerprint in the drafter's config.json; a drafter without one is accepted.
@@ -67,6 +65,4 @@ def other_policy_problem(
     own = Path(model) / "drafter"  # where `export` writes it
     if own.is_dir() and own != Path(drafter):
         what += f" ({own} is that policy's)"
-    return ConfigProblem(
-        field, str(drafter), f"{what}; rollout.speculation.allow_other_policy=true accepts it"
-    )
+    return ConfigProblem(field, str(drafter), f"{what}; rollout.speculation.allow_other_policy=true accepts it")

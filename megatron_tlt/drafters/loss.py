@@ -78,9 +78,7 @@ class PolicyRows:
     temperature: float
 
     @classmethod
-    def of(
-        cls, given: LossInputs, ids: Tensor | None, targets: Sequence[np.ndarray], weights: Tensor
-    ) -> PolicyRows:
+    def of(cls, given: LossInputs, ids: Tensor | None, targets: Sequence[np.ndarray], weights: Tensor) -> PolicyRows:
         """`targets`: of each drafted position its rows of the batch, whose losses are multiplied by `weights` [J].
         `ids` [Vd]: the drafter's tokens; None: all.
         """

@@ -178,11 +178,7 @@ class DrafterModel(nn.Module, ABC):
         """Sets the reduced vocabulary: Vd ascending token ids. Raises ConfigError for anything else."""
         size, vocab = self.config.draft_vocab_size, self.config.policy.vocab_size
         ids = token_ids.long().cpu()
-        fits = (
-            tuple(ids.shape) == (size,)
-            and bool((ids.diff() > 0).all())
-            and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
-        )
+        fits = tuple(ids.shape) == (size,) and bool((ids.diff() > 0).all()) and 0 <= int(ids[0]) <= int(ids[-1]) < vocab
         if self.d2t is None or self.t2d is None or not fits:
             given = f"{tuple(ids.shape)} ids"
             raise ConfigError.of(

@@ -101,9 +101,7 @@ class _Trajectory:
         is_new = starts != self.worker.starts
         if is_new:
             done = 0
-        steps = self.worker.ask_running(
-            Play(key, self.prompt if is_new else None, tuple(self.turns[done:]), longest)
-        )
+        steps = self.worker.ask_running(Play(key, self.prompt if is_new else None, tuple(self.turns[done:]), longest))
         again = steps[: len(self.steps) - done]
         if again != self.steps[done:]:
             raise EnvError("the environment is not a function of prompt, seed and turns: played again after its worker "

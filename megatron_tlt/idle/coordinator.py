@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.02  # between two looks at the counter: some microseconds of rank 0's store each
 
+
 class IdleCoordinator:
     """One rank's part, on a communicator of its own. Not thread-safe; no thread of its own."""
 

@@ -58,9 +58,7 @@ def thinned(curve: Sequence[tuple[float, int]], most: int) -> list[tuple[float, 
     return [curve[i] for i in np.union1d(by_index, by_time)]
 
 
-def drafting_shares(
-    switches: Sequence[tuple[float, bool]], first: float, last: float, parts: int
-) -> list[float]:
+def drafting_shares(switches: Sequence[tuple[float, bool]], first: float, last: float, parts: int) -> list[float]:
     """Share of each of `parts` equal parts of `first` to `last` in which steps drafted. `switches` rise in time."""
     if last <= first:
         return [0.0] * parts

@@ -86,9 +86,7 @@ class EventLog:
         """
         self._add(started, step, "state", name, attrs, seconds)
 
-    def _add(
-        self, ts: float, step: int | None, kind: str, name: str, attrs: JsonRow, dur: float | None = None
-    ) -> None:
+    def _add(self, ts: float, step: int | None, kind: str, name: str, attrs: JsonRow, dur: float | None = None) -> None:
         row: JsonRow = {"ts": round(ts, 6), "rank": self.rank, "step": step, "kind": kind, "name": name}
         if dur is not None:
             row["dur"] = round(dur, 6)

@@ -165,7 +165,5 @@ def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None 
     columns = os.environ.get(TERMINAL_VARIABLE, "")
     width = int(columns) or None if columns.isdigit() else None  # None: as wide as the terminal
     is_live = mode == "rich" or (mode == "auto" and (columns.isdigit() or stream.isatty()))
-    console = Console(
-        file=stream, force_terminal=is_live, width=width, highlight=False, markup=False, emoji=False
-    )
+    console = Console(file=stream, force_terminal=is_live, width=width, highlight=False, markup=False, emoji=False)
     return ProgressDisplay(num_steps, console)

@@ -62,9 +62,7 @@ def phase_rows(runs: Pair) -> list[tuple[str, float, float]]:
     """(phase, seconds a step in A, in B), the largest difference first; both of the same steps."""
     first, second = (phases_of(run) for run in runs)
     steps = max(1, len(runs[0].steps))
-    rows = [
-        (name, sum(first.get(name, [])) / steps, sum(second.get(name, [])) / steps) for name in first | second
-    ]
+    rows = [(name, sum(first.get(name, [])) / steps, sum(second.get(name, [])) / steps) for name in first | second]
     return sorted(rows, key=lambda row: -abs(row[1] - row[2]))
 
 

@@ -71,8 +71,7 @@ class RunData:
     def warnings(self) -> list[str]:
         """One line for each file of which lines were skipped, with their numbers."""
         return [
-            f"{path}: skipped {len(lines)} line{'s' * (len(lines) > 1)} that cannot be read: "
-            f"{shortened(sorted(lines))}"
+            f"{path}: skipped {len(lines)} line{'s' * (len(lines) > 1)} that cannot be read: {shortened(sorted(lines))}"
             for path, lines in sorted(self.skipped.items())
         ]
 

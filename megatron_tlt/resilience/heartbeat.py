@@ -67,9 +67,7 @@ class Heartbeat:
         self._phase_began = now
         limit = phase_limit(self._durations[phase])
         progress: dict[str, Any] = {"state": "", "running": 0, "queued": 0, "longest": 0, "left": 0.0}
-        self._status = replace(
-            old, phase=phase, step=step, phase_at=time.time(), limit_seconds=limit, **progress
-        )
+        self._status = replace(old, phase=phase, step=step, phase_at=time.time(), limit_seconds=limit, **progress)
         self._write()
 
     def report(
@@ -78,9 +76,7 @@ class Heartbeat:
         """A sign of life within a phase, with fields of `RankStatus`."""
         if state == self._status.state and self._clock() - self._wrote < self._status.heartbeat_s:
             return
-        self._status = replace(
-            self._status, state=state, running=running, queued=queued, longest=longest, left=left
-        )
+        self._status = replace(self._status, state=state, running=running, queued=queued, longest=longest, left=left)
         self._write()
 
     def close(self, outcome: RankOutcome, detail: str = "", at_fault: Sequence[int] = ()) -> None:
@@ -92,9 +88,7 @@ class Heartbeat:
         if not self._is_open:
             return
         atexit.unregister(self.close)
-        self._status = replace(
-            self._status, outcome="failed" if outcome == "timeout" else outcome, detail=detail
-        )
+        self._status = replace(self._status, outcome="failed" if outcome == "timeout" else outcome, detail=detail)
         self._write()
         self._is_open = False
         if outcome in ("failed", "timeout"):

@@ -107,4 +107,3 @@ def _take_back(run_dir: Path) -> Callable[[], None]:
                 directory.rmdir()
 
     return take_back
-

@@ -23,9 +23,7 @@ class StopSignals:
     `count` is how many came (echoes left out); `first_at` has the seconds of the first of each kind, by number.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, exit_now: Callable[[int], None] = os._exit
-    ):
+    def __init__(self, clock: Callable[[], float] = time.monotonic, exit_now: Callable[[int], None] = os._exit):
         self.count = 0
         self.first_at: dict[int, float] = {}
         self._on_signal: Callable[[], None] | None = None

@@ -104,9 +104,7 @@ def _row(status: RankStatus, end: JobEnd | None, watchdog_at: float, now: float)
     return RankRow(status, _condition(status, end, watchdog_at, phase_seconds, now), phase_seconds, silent_seconds)
 
 
-def _condition(
-    status: RankStatus, end: JobEnd | None, watchdog_at: float, phase_seconds: float, now: float
-) -> str:
+def _condition(status: RankStatus, end: JobEnd | None, watchdog_at: float, phase_seconds: float, now: float) -> str:
     if end is not None and status.rank in end.ranks:
         return end.outcome
     if status.outcome != "running":

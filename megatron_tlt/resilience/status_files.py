@@ -1,9 +1,9 @@
 """The status files of a run, readable by the user alone. Stdlib only.
 
-    RUN_DIR/status/rank-00003.json    a rank's last sign of life (`RankStatus`), overwritten in place by the rank
-    RUN_DIR/status/host-00000         touched by the watchdog of the host whose first rank is 0
-    RUN_DIR/status/end-START.json     why this start of the job ends (`JobEnd`), by the first process that finds out
-    RUN_DIR/stacks/rank-3.txt         stacks, appended
+RUN_DIR/status/rank-00003.json    a rank's last sign of life (`RankStatus`), overwritten in place by the rank
+RUN_DIR/status/host-00000         touched by the watchdog of the host whose first rank is 0
+RUN_DIR/status/end-START.json     why this start of the job ends (`JobEnd`), by the first process that finds out
+RUN_DIR/stacks/rank-3.txt         stacks, appended
 """
 
 from __future__ import annotations
@@ -161,7 +161,6 @@ class StatusFiles:
             tree = _read(self.end(start))
             return None if tree is None else JobEnd(**tree)
         return None
-
 
 
 def _read(path: Path) -> Any:

@@ -30,9 +30,7 @@ ALL_STACKS_SIGNAL = signal.SIGRTMIN  # every thread's: it reads frames that chan
 # Schedulers and terminals send these to every process; the ranks handle them.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _ENVIRONMENT = "PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "TMPDIR"  # no launcher's: it is not a rank
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[2]); from megatron_tlt.resilience.watchdog import main; main()"
-)
+_BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from megatron_tlt.resilience.watchdog import main; main()"
 _LOOK_S = 5.0  # between two looks: as often as ranks write
 _LAUNCHER_S = 10.0  # for the launcher to end the other ranks by itself
 _STACKS_S = 5.0  # for a rank to write its stacks

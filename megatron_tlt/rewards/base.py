@@ -15,6 +15,7 @@ from megatron_tlt.workers.answers import as_number, last_match
 # The value of one reward function for one sample. May raise: `judge` records it.
 Scorer = Callable[[Prompt, Sample], object]
 
+
 @dataclass(frozen=True)
 class NamedScorer:
     """A reward function with its place in the configuration."""
@@ -24,9 +25,7 @@ class NamedScorer:
     scorer: Scorer
 
 
-def judge(
-    scorers: Sequence[NamedScorer], failure_value: float, prompt: Prompt, sample: Sample
-) -> RewardResult:
+def judge(scorers: Sequence[NamedScorer], failure_value: float, prompt: Prompt, sample: Sample) -> RewardResult:
     """The weighted sum of all functions; correct means that every function that counts reaches its threshold.
 
     Never raises for an error of a reward function: the sample's value is then `failure_value`, it is not

@@ -39,9 +39,7 @@ _SPEEDS = (
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*\{?|\\[,;:! ]|[{}~]")  # \text{ cm}
 # Two letters or one are a unit behind a number or a slash only.
-_WORD = re.compile(
-    r"(?<![A-Za-z])[A-Za-z]{3,}|(?<=[\d/])\s*[A-Za-z]{1,2}(?![A-Za-z])|[€£¥₹¢]|\\\$|\$(?=[\d.]+[^$]*$)"
-)
+_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}|(?<=[\d/])\s*[A-Za-z]{1,2}(?![A-Za-z])|[€£¥₹¢]|\\\$|\$(?=[\d.]+[^$]*$)")
 _MONTH = re.compile(
     r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?\s+\d|\d(?:st|nd|rd|th)?\s+(?:of\s+)?"
     r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)(?:[a-z]{1,6})?\b"

@@ -67,7 +67,10 @@ class RewardPool:
             self.close()
             arguments = (self._section.model_dump_json(), os.getpid())
             self._pool = ProcessPool(
-                self._section.workers, initializer=worker.start, initargs=arguments, context=worker.WorkerContext()  # type: ignore[arg-type]
+                self._section.workers,
+                initializer=worker.start,
+                initargs=arguments,
+                context=worker.WorkerContext(),  # type: ignore[arg-type]
             )
             self._ready = self._pool.schedule(worker.problem)
 

@@ -32,9 +32,7 @@ _EMPHASIS = tuple(
 )
 _QUOTES = "\"'“”‘’«»"
 _CURRENCY_COMMAND = re.compile(r"\\(?:pounds|euro|yen|textdollar|texteuro|textyen|textsterling)(?![A-Za-z])")
-_ESCAPED_DOLLAR = re.compile(
-    r"\\(?:text|mathrm)\{\s*\\?\$\s*\}|\\\$(?:\\[,;: ]|[\s~])*(?=-?[\d.])|(?<=\d)\s*\\\$"
-)
+_ESCAPED_DOLLAR = re.compile(r"\\(?:text|mathrm)\{\s*\\?\$\s*\}|\\\$(?:\\[,;: ]|[\s~])*(?=-?[\d.])|(?<=\d)\s*\\\$")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})(?=\d{3}(?!\d))")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _CHOICE = re.compile(r"(?:(?i:option|choice|answer)[\s:]+)?\(?([A-Z])[).:]*")

@@ -1,9 +1,9 @@
 """The one loop of a rollout, over any engine: prompts in, drawn turns to their environments and back, samples out.
 
-    prompts --begin--> engine --advance--> ended ----------------------> samples
-                         ^        |                                        ^
-                         |        +--> turns that ended: parked --env--> end
-                         +---------------extend----------------+
+prompts --begin--> engine --advance--> ended ----------------------> samples
+                     ^        |                                        ^
+                     |        +--> turns that ended: parked --env--> end
+                     +---------------extend----------------+
 """
 
 from __future__ import annotations

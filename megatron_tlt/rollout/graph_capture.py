@@ -155,9 +155,7 @@ class CudaCapturer(EagerCapturer):
         torch.cuda.empty_cache()
         free, reserved = self._free_bytes(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"):
             step()
         torch.cuda.synchronize(self._device)
         grown = max(0, int(torch.cuda.memory_reserved(self._device)) - int(reserved))

@@ -108,9 +108,7 @@ class RunningRows:
         self.counters[:, :count] += 1
         return self._at_end(tokens)
 
-    def advance_many(
-        self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, block_size: int
-    ) -> list[int]:
+    def advance_many(self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray, block_size: int) -> list[int]:
         """Appends `counts` int32 [D] tokens (at least one each, flat in `tokens`) to the rows; returns as `advance`.
 
         The caller guarantees that no stop token stands before a row's last one and that `limit` is kept.

@@ -398,9 +398,7 @@ class Scheduler:
             prefill.done = chunk.end
             if chunk.draws:
                 first, at = at, at + len(prefill.children)
-                ended = draw_first(
-                    prefill, result.tokens[first:at].tolist(), result.logprobs[first:at].tolist()
-                )
+                ended = draw_first(prefill, result.tokens[first:at].tolist(), result.logprobs[first:at].tolist())
                 finished += self._end_first(prefill, ended)
             if prefill.is_complete:
                 self._prefilling.remove(prefill)
@@ -428,9 +426,7 @@ class Scheduler:
         limits = self.limits
         name = f"prompt {prefill.children[0].prompt_id}"
         if length < 1 or longest < 1:
-            raise BackendError(
-                f"{name}: {length} prompt tokens, max_tokens {longest}: both must be at least 1"
-            )
+            raise BackendError(f"{name}: {length} prompt tokens, max_tokens {longest}: both must be at least 1")
         if length + longest > limits.max_context:
             raise BackendError(
                 f"{name}: {length} prompt tokens + max_tokens {longest} = {length + longest} exceed the "

@@ -82,9 +82,7 @@ class Roofline:
         """Seconds of all but the draft: schedule, forward, sampling or verification, commit."""
         attention = 4.0 * self._model.num_layers * self._width * C * (T / max(1, B)) / self._tp
         seconds = self._policy(T, C * self._kv, attention)
-        return seconds + 1e-3 * (
-            self._section.step_ms + (self._section.speculation_ms if speculating else 0.0)
-        )
+        return seconds + 1e-3 * (self._section.step_ms + (self._section.speculation_ms if speculating else 0.0))
 
     def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
         """Seconds of proposing `tokens` tokens in all, `passes` of them one after the other by a trained drafter."""
@@ -107,9 +105,7 @@ class Roofline:
         experts, chosen = self._model.num_experts, self._model.num_experts_per_tok
         read = experts * (1 - (1 - chosen / experts) ** T) if experts else 0
         active = self._dense + chosen * self._expert
-        return self._forward(
-            self._dense + read * self._expert, T, kv, attention, self._model.num_layers, active
-        )
+        return self._forward(self._dense + read * self._expert, T, kv, attention, self._model.num_layers, active)
 
     def _forward(
         self, weights: float, T: int, kv: float, attention: float, layers: int, active: float | None = None

@@ -29,9 +29,7 @@ def simulation_of(config: Config) -> SimConfig:
     """The simulation of a run on the machines of its `cluster` section. Raises ConfigError if it cannot run or fit."""
     ranks, shape = config.cluster.num_ranks, config.model.architecture
     if shape is None:
-        raise ConfigError.of(
-            "model.architecture", None, "is required to simulate a run: the shape of the model"
-        )
+        raise ConfigError.of("model.architecture", None, "is required to simulate a run: the shape of the model")
     memory = config.cluster.memory_gib
     if memory is None:
         raise ConfigError.of("cluster.memory_gib", None, "is required to simulate a run: it decides which GPU that is")

@@ -36,13 +36,9 @@ def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ())
     if problems := list(check_limits(list(configs.values()))):
         raise ConfigError(problems)
     points = {key: Simulation(of).run(key[1]) for key, of in configs.items()}
-    comparisons = [
-        compare(points[count, modes[0]], points[count, mode]) for count in counts for mode in modes[1:]
-    ]
+    comparisons = [compare(points[count, modes[0]], points[count, mode]) for count in counts for mode in modes[1:]]
     ordered = list(points.values())
-    return SimResult(
-        titled(config), config.model_dump(mode="json"), assumptions(config), ordered, comparisons
-    )
+    return SimResult(titled(config), config.model_dump(mode="json"), assumptions(config), ordered, comparisons)
 
 
 def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:

@@ -32,9 +32,7 @@ def build_page(result: SimResult) -> Page:
     """The page, its headline first."""
     page = Page(result.name, "simulated, not measured: the assumptions are at the end")
     page.headline = headline(result)
-    page.stats = [
-        Stat(f"{p.mode}: a step", f"{p.seconds:.4g} s", nodes_text(p.nodes)) for p in largest(result.points)
-    ]
+    page.stats = [Stat(f"{p.mode}: a step", f"{p.seconds:.4g} s", nodes_text(p.nodes)) for p in largest(result.points)]
     points = result.points
     phases = [
         (phase, [p.mean.phases[phase] for p in points], colour)
@@ -70,9 +68,7 @@ def _speedups(result: SimResult) -> list[Part]:
 def _idle(points: Sequence[Point]) -> list[Bar]:
     trained = [HUNDRED_STEPS * p.mean.recovered_gpu_seconds for p in points]
     decoded = [HUNDRED_STEPS * p.mean.pre_rolling_gpu_seconds for p in points]
-    waited = [
-        HUNDRED_STEPS * p.mean.idle_gpu_seconds - a - b for p, a, b in zip(points, trained, decoded, strict=True)
-    ]
+    waited = [HUNDRED_STEPS * p.mean.idle_gpu_seconds - a - b for p, a, b in zip(points, trained, decoded, strict=True)]
     bars = [("trained in", trained, colours.AMBER), ("pre-rolled in", decoded, colours.BLUE)]
     return [*bars, ("waited", waited, colours.GREY)]
 

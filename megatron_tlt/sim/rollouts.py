@@ -69,9 +69,7 @@ class Rollouts:
     def __init__(self, config: SimConfig, costs: CostModel, num_replicas: int):
         self._config, self._costs, self._num_replicas = config, costs, num_replicas
 
-    def run(
-        self, lengths: np.ndarray, table: RateTable, pre_rolled: PreRolled | None = None
-    ) -> list[ReplicaRollout]:
+    def run(self, lengths: np.ndarray, table: RateTable, pre_rolled: PreRolled | None = None) -> list[ReplicaRollout]:
         """Rollouts of all replicas; the responses have `lengths` int [P, n] tokens."""
         rollout, (num_prompts, samples) = self._config.rollout, lengths.shape
         pulls = rollout.schedule == "pull"
@@ -125,9 +123,7 @@ class Rollouts:
         replicas = []
         for i, start in enumerate(starts):
             queue = PromptQueue(prompts, i, len(starts), share, lambda: next(tickets))
-            replicas.append(
-                _Replica(self._config, self._costs, table, lengths, queue, most, start, until, pre_rolled)
-            )
+            replicas.append(_Replica(self._config, self._costs, table, lengths, queue, most, start, until, pre_rolled))
         heap = [(start, i) for i, start in enumerate(starts) if start < until]
         heapq.heapify(heap)
         while heap:
@@ -222,9 +218,7 @@ class _Replica:
         self._position[order] = position
         return seconds, wanted
 
-    def _seconds_a_token(
-        self, context: float, matching: np.ndarray, parted: np.ndarray
-    ) -> np.ndarray | float:
+    def _seconds_a_token(self, context: float, matching: np.ndarray, parted: np.ndarray) -> np.ndarray | float:
         """Of each running request, float64 [B]; those of `matching` and `parted` have pre-rolled responses."""
         at, drift = self._table.at, self._drift
         running, alike, behind = self._scheduler.num_running, int(matching.sum()), int(parted.sum())

@@ -42,9 +42,7 @@ def quanta(tokens: int, quantum: int) -> int:
     return max(1, -(-tokens // quantum))
 
 
-def add_group(
-    scheduler: Scheduler, index: int, lengths: np.ndarray, prompt_tokens: int, quantum: int = 1
-) -> None:
+def add_group(scheduler: Scheduler, index: int, lengths: np.ndarray, prompt_tokens: int, quantum: int = 1) -> None:
     """Queues the samples of prompt `index`, int [n] tokens each; a response's length is its `max_tokens`."""
     prompt = np.zeros(quanta(prompt_tokens, quantum), np.int32)
     first = index * len(lengths)

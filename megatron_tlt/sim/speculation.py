@@ -80,9 +80,7 @@ class Speculation:
         if selector is not None and measures:
             reached, accepted = draft.reached(strategy.draft_len), draft.accepted(strategy.draft_len)
             tokens = int(emitted.sum())
-            selector.record(
-                StepMeasurement(strategy, running, rows, drafting, verifying, tokens, reached, accepted)
-            )
+            selector.record(StepMeasurement(strategy, running, rows, drafting, verifying, tokens, reached, accepted))
         if matching:
             self._earlier.record(running, rows, verifying, None if measures else 0.0)
         counts, others = self.counts, emitted[matching:]
@@ -93,9 +91,7 @@ class Speculation:
         counts.pre_rolled += 0 if measures else int(draft.counts[:matching].sum())
         return drafting + verifying, emitted
 
-    def _draft(
-        self, strategy: DraftStrategy, running: int, pre_rolled: Draft | None
-    ) -> tuple[SimDraft, float]:
+    def _draft(self, strategy: DraftStrategy, running: int, pre_rolled: Draft | None) -> tuple[SimDraft, float]:
         """What the step verifies, and the seconds of the drafter, whose rows are those without a pre-rolled token."""
         counts, emitted = np.zeros(running, np.int64), np.ones(running, np.int64)
         rng = self._rng

@@ -35,9 +35,7 @@ def point_table(result: SimResult) -> Table:
         hours = [HUNDRED_STEPS * each for each in of]
         matching = f"{mean.matching_tokens / mean.tokens:.0%}" if mean.pre_rolling_gpu_seconds else None
         phases = [mean.phases[name] for name in used]
-        rows.append(
-            [p.nodes, p.gpus, p.mode, p.seconds, *phases, mean.tokens / p.seconds, *gains, *hours, matching]
-        )
+        rows.append([p.nodes, p.gpus, p.mode, p.seconds, *phases, mean.tokens / p.seconds, *gains, *hours, matching])
     return Table(head, rows, "Mean steps (GPU-hours: of 100 steps)", wide=True)
 
 

@@ -83,9 +83,7 @@ def quantiles_of(section: LengthSection) -> np.ndarray:
 def _of_file(path: Path) -> np.ndarray:
     """A number a line, or JSON lines with `tokens` or `token_ids`."""
     try:
-        lines = path.read_text(encoding="utf-8").split(
-            "\n"
-        )  # JSON lines may hold the other line ends of Unicode
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON lines may hold the other line ends of Unicode
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of(_PATH, str(path), f"cannot be read: {error}") from error
     lengths: list[float] = []

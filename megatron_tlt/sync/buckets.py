@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def fill_buckets(
-    weights: Iterable[tuple[str, Tensor]], version: int, limit_bytes: int
-) -> Iterator[WeightBucket]:
+def fill_buckets(weights: Iterable[tuple[str, Tensor]], version: int, limit_bytes: int) -> Iterator[WeightBucket]:
     """Yields buckets of at most `limit_bytes`; a tensor larger than that is a bucket of its own.
 
     Tensors are taken from the stream one at a time, so no more than one bucket is held.

@@ -68,9 +68,7 @@ class BucketedSync:
         got = self._backend.weight_checksums()
         wrong = sorted(name for name in sent.keys() | got.keys() if sent.get(name) != got.get(name))
         if wrong:
-            raise SyncError(
-                f"rank {self._world.rank}: the engine holds other bytes than were sent: {shortened(wrong)}"
-            )
+            raise SyncError(f"rank {self._world.rank}: the engine holds other bytes than were sent: {shortened(wrong)}")
         # The stream itself crossed ranks (pipeline stages, tensor shards): all engines must hold one policy.
         for rank, other in enumerate(self._world.all_gather_object(got)):
             wrong = sorted(name for name in got.keys() | other.keys() if got.get(name) != other.get(name))

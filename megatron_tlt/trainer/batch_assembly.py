@@ -211,9 +211,7 @@ class BatchAssembler:
                 sample.policy_version < self._policy.policy_version,
             )
             for group in groups
-            for sample, reward, shaped in zip(
-                group.samples, group.rewards, self._algorithm.shaped(group), strict=True
-            )
+            for sample, reward, shaped in zip(group.samples, group.rewards, self._algorithm.shaped(group), strict=True)
         ]
         columns = gather_columns(self._world, as_columns(_COLUMNS, rows))
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
@@ -228,9 +226,7 @@ class BatchAssembler:
         mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
         return StepTable(rewards, mini_batch, dp_rank)
 
-    def _with_kl(
-        self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]
-    ) -> RewardTable:
+    def _with_kl(self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]) -> RewardTable:
         row_of = table.rewards.row_of()
         kl_sum = np.zeros(len(table.mini_batch))
         for sequence, kl in zip(flat, token_kl, strict=True):

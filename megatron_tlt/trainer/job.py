@@ -1,7 +1,7 @@
 """`Job`: a training from its checkpoint to its end. RL, fine-tuning and the training of a drafter are jobs.
 
-    load -> begin -> [ step -> save where due ] ... -> finish
-                        a signal: a checkpoint of the last finished step
+load -> begin -> [ step -> save where due ] ... -> finish
+                    a signal: a checkpoint of the last finished step
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
     if size == 1:
         return TensorParallel()
     timeout = timedelta(seconds=world.timeout_s)  # a new group has PyTorch's own, not that of the world
-    groups = [
-        dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, world.size, size)
-    ]
+    groups = [dist.new_group(list(range(first, first + size)), timeout=timeout) for first in range(0, world.size, size)]
     return GroupTensorParallel(groups[world.rank // size])
 
 

@@ -65,9 +65,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def check_report(
-    config: TrainingConfig, ranks: int | None, elsewhere: bool = False, all_rows: bool = False
-) -> str:
+def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = False, all_rows: bool = False) -> str:
     """`megatron-tlt check`: the report, or ConfigError with every problem, those of the memory plan last.
 
     `elsewhere`: files that are not on this machine are warnings; where they are here they count. Where the model is
@@ -286,9 +284,7 @@ def _adapter_problems(config: TrainingConfig, shape: ModelConfig) -> list[Config
     return peft_problems(lora, shape, shapes)
 
 
-def _drafter_problems(
-    section: SpeculationSection, shape: ModelConfig, model: str | Path
-) -> list[ConfigProblem]:
+def _drafter_problems(section: SpeculationSection, shape: ModelConfig, model: str | Path) -> list[ConfigProblem]:
     """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one."""
     if section.trained is None:
         return []

@@ -63,9 +63,7 @@ def read_records(
     return sequences
 
 
-def steps_of(
-    sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
-) -> Iterator[list[TrainSequence]]:
+def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int) -> Iterator[list[TrainSequence]]:
     """Endless optimizer steps: whole sequences, shuffled anew each epoch, up to `tokens_per_step` tokens each."""
     step: list[TrainSequence] = []
     epoch, size = 0, 0

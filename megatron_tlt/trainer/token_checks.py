@@ -135,9 +135,7 @@ def warnings_of(
     return found
 
 
-def _end_warning(
-    tokenizer: HFTokenizer, stops: Sequence[int], stop: Sequence[str], setting: str | None
-) -> str | None:
+def _end_warning(tokenizer: HFTokenizer, stops: Sequence[int], stop: Sequence[str], setting: str | None) -> str | None:
     """A template that ends turns with another token than a stop token, or with a text."""
     form = read_turn_form(tokenizer)
     end = form.end[-1]

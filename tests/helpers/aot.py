@@ -36,9 +36,7 @@ def compiled(launch: Launch) -> dict[str, Any]:
     """Registers a thread, bytes of spilled registers, bytes of shared memory a block, of one launch's kernel."""
     signature, constants, aligned = {}, {}, {}
     options = {k: v for k, v in launch.arguments.items() if k in ("num_warps", "num_stages")}
-    for index, (name, parameter) in enumerate(
-        zip(launch.kernel.arg_names, launch.kernel.params, strict=True)
-    ):
+    for index, (name, parameter) in enumerate(zip(launch.kernel.arg_names, launch.kernel.params, strict=True)):
         value = launch.arguments[name]
         if parameter.is_constexpr:
             signature[name], constants[name] = "constexpr", value
@@ -110,8 +108,7 @@ def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, norm = (empty(*shape, dtype=dtype) for shape in ((rows, hidden), (hidden,), (d,)))
         qkv, cache = (
-            empty(*shape, dtype=dtype)
-            for shape in ((rows, (heads + 2 * kv_heads) * d), (2, 4096, kv_heads, d))
+            empty(*shape, dtype=dtype) for shape in ((rows, (heads + 2 * kv_heads) * d), (2, 4096, kv_heads, d))
         )
         for part in (None, x):
             FUSED.add_norm(x, part, weight, 1e-6)

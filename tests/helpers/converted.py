@@ -101,9 +101,7 @@ def save_foreign(directory: Path, tensors: dict[str, Tensor], iteration: int | N
     inner = directory if iteration is None else directory / f"iter_{iteration:07d}"
     inner.mkdir(parents=True)
     dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(inner), no_dist=True)
-    (inner / "metadata.json").write_text(
-        json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
-    )
+    (inner / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     if iteration is not None:
         (directory / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 

@@ -309,9 +309,7 @@ class Late:
         self._on_wait(self.polls)
 
 
-def delay_reads(
-    monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None], polls: int | None = None
-) -> None:
+def delay_reads(monkeypatch: pytest.MonkeyPatch, on_wait: Callable[[int], None], polls: int | None = None) -> None:
     """From now on a read is done after `polls` queries, by default `count % 4` of `count` positions."""
     start = PagedHiddenStates.start_read
 

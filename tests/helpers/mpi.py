@@ -66,9 +66,7 @@ def start_one(*argv: object, **env: str) -> Run:
     handle, log = tempfile.mkstemp(prefix="run-", suffix=".log", dir=Path(server()).parent)
     with open(os.devnull, "rb") as null, open(handle, "wb") as file:
         files = {0: null.fileno(), 1: file.fileno(), 2: file.fileno()}
-        return Run(
-            stub.Fork(server(), [*target, *map(str, argv)], files, rank_environment() | env, ROOT), Path(log)
-        )
+        return Run(stub.Fork(server(), [*target, *map(str, argv)], files, rank_environment() | env, ROOT), Path(log))
 
 
 def run_one(*argv: object, check: bool = True, **env: str) -> tuple[int, str]:
@@ -140,7 +138,5 @@ def run_ranks(
     if first_path is None:
         stub.settle(server())
     if check and done.returncode:
-        raise AssertionError(
-            f"{ranks} ranks of {target} ended with {done.returncode}:\n{done.stdout[-6000:]}"
-        )
+        raise AssertionError(f"{ranks} ranks of {target} ended with {done.returncode}:\n{done.stdout[-6000:]}")
     return done

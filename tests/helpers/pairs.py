@@ -72,9 +72,7 @@ class Rows:
         keys = np.random.default_rng(3).integers(0, 1 << 63, count, dtype=np.uint64)
         heat = np.broadcast_to(np.float32(temperature), count).copy()
         synced, first = np.zeros(count, np.int32), np.ones(count, np.int32)
-        self.rows = DraftingRows(
-            slot, lengths, lengths.copy(), self.tables, self.outputs, keys, heat, synced, first
-        )
+        self.rows = DraftingRows(slot, lengths, lengths.copy(), self.tables, self.outputs, keys, heat, synced, first)
         self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages, catch_up)
 
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
@@ -87,9 +85,7 @@ class Rows:
         self.drafter.feed(Pairs(*(c.astype(np.int32) for c in columns)), self.pages, self.kv)
         self.rows.synced[self.rows.slot[row]] = end - 1
 
-    def draft(
-        self, wanted: int | list[int], rates: np.ndarray = ONES, min_acceptance: float = 0.0
-    ) -> Draft:
+    def draft(self, wanted: int | list[int], rates: np.ndarray = ONES, min_acceptance: float = 0.0) -> Draft:
         most = np.broadcast_to(np.asarray(wanted, np.int32), len(self.tokens)).copy()
         return self.drafts.draft(most, rates, min_acceptance)
 

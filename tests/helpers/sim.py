@@ -54,9 +54,7 @@ def sim_config(*overrides: str, **sections: Any) -> SimConfig:
     return build_config(base | sections, overrides, SimConfig)
 
 
-def groups_of(
-    seed: int, prompts: int, samples: int, median: float = 150.0, most: int = 2048
-) -> list[np.ndarray]:
+def groups_of(seed: int, prompts: int, samples: int, median: float = 150.0, most: int = 2048) -> list[np.ndarray]:
     """Response lengths of some prompts."""
     rng = np.random.default_rng(seed)
     drawn = np.exp(np.log(median) + 0.8 * rng.standard_normal((prompts, samples)))

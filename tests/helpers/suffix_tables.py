@@ -105,9 +105,7 @@ def make_request(
     order: int, prompt: list[int], output: list[int], temperature: float = 1.0, name: str = "q"
 ) -> Request:
     params = SamplingParams(temperature=temperature, max_tokens=400, seed=3)
-    request = Request(
-        np.array(prompt, np.int32), params, order // 4, order % 4, order, frozenset(), dataset_id=name
-    )
+    request = Request(np.array(prompt, np.int32), params, order // 4, order % 4, order, frozenset(), dataset_id=name)
     request.output, request.logprobs = list(output), [0.0] * len(output)
     return request
 

@@ -54,9 +54,7 @@ def write_run(
             busy[SLOW_RANK] = pace * 5.0
         longest = max(busy)
         for rank in range(ranks):
-            _rank_step(
-                lines[rank], rank, step, now, busy[rank], longest, idle_training, curves, speculation, draw
-            )
+            _rank_step(lines[rank], rank, step, now, busy[rank], longest, idle_training, curves, speculation, draw)
             if turns:
                 waits = {"kind": "state", "name": "WAITING", "dur": 0.2 * busy[rank]}
                 lines[rank] += [_event(rank, step, ts=now + at * busy[rank], **waits) for at in (0.2, 0.6)]
@@ -86,9 +84,7 @@ def _write(path: Path, lines: Any) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _event(
-    rank: int, step: int | None, kind: str, name: str, ts: float, dur: float | None = None, **attrs: Any
-) -> str:
+def _event(rank: int, step: int | None, kind: str, name: str, ts: float, dur: float | None = None, **attrs: Any) -> str:
     row: dict[str, Any] = {"ts": round(ts, 6), "rank": rank, "step": step, "kind": kind, "name": name}
     if dur is not None:
         row["dur"] = round(dur, 6)
@@ -131,9 +127,7 @@ def _evaluation(step: int, at: float, value: float) -> dict[str, Any]:
     return {"step": step, "time": at, "eval/pass@1": value, "eval/stderr": 0.02, "eval/pass@2": value + 0.1}
 
 
-def _metrics(
-    step: int, at: float, busy: list[float], speculation: bool, idle_training: bool
-) -> dict[str, Any]:
+def _metrics(step: int, at: float, busy: list[float], speculation: bool, idle_training: bool) -> dict[str, Any]:
     ranks, waits = len(busy), [max(busy) - seconds for seconds in busy]
     row: dict[str, Any] = {"step": step, "time": round(at, 3)}
     row |= {"reward/mean": 0.5 + 0.01 * step, "reward/accuracy": 0.4 + 0.01 * step}

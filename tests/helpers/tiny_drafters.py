@@ -51,9 +51,7 @@ def layer_outputs(config: ModelConfig, length: int, seed: int = 3) -> Tensor:
     return torch.randn(config.num_layers, length, config.hidden_size, generator=generator)
 
 
-def random_sequence(
-    config: ModelConfig | DrafterConfig, length: int, prompt_len: int, seed: int = 0
-) -> DraftSequence:
+def random_sequence(config: ModelConfig | DrafterConfig, length: int, prompt_len: int, seed: int = 0) -> DraftSequence:
     """A response of length T with the hidden states that a drafter reads, of kind eagle for a policy.
 
     For eagle3 [T, 4H], the columns of `layer_outputs` and a final state; else [T - 1, H].

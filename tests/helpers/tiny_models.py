@@ -145,9 +145,7 @@ def random_tensors(
     return out
 
 
-def random_weights(
-    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> list[tuple[str, Tensor]]:
+def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[tuple[str, Tensor]]:
     """Weights of any configuration, without transformers."""
     return random_tensors(config.parameter_shapes(), seed, dtype)
 
@@ -216,8 +214,6 @@ def rows_input(
 def copy_of(kv: KVCache) -> KVCache:
     """The same cache in other memory."""
     return KVCache(kv.num_blocks, kv.block_size, kv.data.clone())
-
-
 
 
 def read_hidden_states(

@@ -22,6 +22,7 @@ SPEC = "rollout.speculation"
 EAGLE3 = [f"{SPEC}.drafter=eagle3", f"{SPEC}.draft_vocab_size=80", f"{SPEC}.layers=[0,1,2]"]
 KINDS = {"eagle": [], "eagle3": EAGLE3}
 
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A folder with `tiny.yaml`, a fresh drafter of each kind, and one of 60 steps in `trained-KIND`, by two ranks."""

@@ -88,9 +88,7 @@ def test_the_logs_hold_what_a_report_needs(folder: Path):
         spans = {e["step"]: e for e in read_events(folder / "train-", rank) if e["name"] == "rollout"}
         for curve in curves:
             running = curve["attrs"]["running"]
-            assert (
-                running[-1][1] == 0 and max(n for _, n in running) > 0 and max(curve["attrs"]["drafting"]) > 0
-            )
+            assert running[-1][1] == 0 and max(n for _, n in running) > 0 and max(curve["attrs"]["drafting"]) > 0
             span = spans[curve["step"]]
             assert span["ts"] - 0.5 < curve["attrs"]["start"] < span["ts"] + span["dur"] + 0.5
     samples = list(read_rows(folder / "train-" / "samples.jsonl"))

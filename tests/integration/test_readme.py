@@ -66,9 +66,7 @@ def test_the_printed_configuration_trains_with_the_printed_reward(tmp_path: Path
 def test_the_trained_directory_is_a_model_that_has_learned(folder: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(folder / n) for n in ("my-model", "my-model-trained")
-    )
+    before, after = (AutoModelForCausalLM.from_pretrained(folder / n) for n in ("my-model", "my-model-trained"))
     trained = dict(after.named_parameters())
     assert any(not torch.equal(p, trained[name]) for name, p in before.named_parameters())
     assert AutoTokenizer.from_pretrained(folder / "my-model-trained").vocab_size > 0
@@ -84,9 +82,7 @@ def test_the_exported_drafter_is_whole(folder: Path):
 
     config = json.loads((folder / "my-drafter/config.json").read_text())
     assert config["hidden_size"] == 128
-    tensors = {
-        k: v for file in (folder / "my-drafter").glob("*.safetensors") for k, v in load_file(file).items()
-    }
+    tensors = {k: v for file in (folder / "my-drafter").glob("*.safetensors") for k, v in load_file(file).items()}
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert any(name.endswith("fc.weight") and tensor.shape == (128, 256) for name, tensor in tensors.items())
 

@@ -43,9 +43,7 @@ def train_with_fault(config, run_dir, fault, *overrides):
 
 def status(run_dir, *options):
     command = [sys.executable, "-m", "megatron_tlt", "status", str(run_dir), *options]
-    return subprocess.run(
-        command, env=rank_environment(), capture_output=True, text=True, cwd=ROOT, timeout=200
-    )
+    return subprocess.run(command, env=rank_environment(), capture_output=True, text=True, cwd=ROOT, timeout=200)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +82,7 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
         fault = fault_in(rank, phase, step, "SIGKILL")
         done = train_with_fault(config, run_dir, fault)
         assert done.returncode != 0, fault
-        found = [
-            line for line in done.stdout.splitlines() if " (host " in line and "last sign of life" in line
-        ]
+        found = [line for line in done.stdout.splitlines() if " (host " in line and "last sign of life" in line]
         assert len(found) == 1, (fault, done.stdout[-3000:])
         assert found[0].startswith(f"megatron-tlt: rank {rank} (host "), (fault, found)
         assert f", in phase {phase}, step {step}; last sign of life" in found[0], (fault, found)

@@ -28,9 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(place: Path) -> list[dict[str, Any]]:
-    commands = [
-        f"{verb} {place}/{name} {layout}" for name, layout in VARIANTS.items() for verb in ("save", "load")
-    ]
+    commands = [f"{verb} {place}/{name} {layout}" for name, layout in VARIANTS.items() for verb in ("save", "load")]
     return launch(1, *commands, f"refuse {place}/adam", f'frozen {place}/frozen {{"model":"llama"}}')
 
 
@@ -40,9 +38,7 @@ FOUR = ['{"tp":2,"pp":2}', '{"tp":4,"sequence_parallel":true}', '{"tp":2,"cp":2}
 
 
 @pytest.fixture(scope="module")
-def four_ranks(
-    place: Path, one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def four_ranks(place: Path, one_rank: list[dict[str, Any]], two_ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return launch(
         4,
         f"save {place}/four {FOUR[0]}",

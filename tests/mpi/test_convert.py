@@ -143,9 +143,7 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
     merged = load_file(tmp_path / "hf/model.safetensors")
     config, live = ModelConfig.from_hf(root / "qwen2_moe"), torch.load(root / "run-lora/after.pt")
     save_hf(tmp_path / "live", config, live.items())
-    base, served = (
-        load_file(folder / "model.safetensors") for folder in (root / "qwen2_moe", tmp_path / "live")
-    )
+    base, served = (load_file(folder / "model.safetensors") for folder in (root / "qwen2_moe", tmp_path / "live"))
     factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     said = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     changed = set()
@@ -163,9 +161,7 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
     again = lora.model_copy(update={"adapter_path": str(tmp_path / "adapter")})
     assert not peft_problems(again, config, shapes)
     other = again.model_copy(update={"alpha": 3.0})
-    assert "lora_alpha in adapter_config.json must be 3.0, not 8" in str(
-        peft_problems(other, config, shapes)[0]
-    )
+    assert "lora_alpha in adapter_config.json must be 3.0, not 8" in str(peft_problems(other, config, shapes)[0])
     with pytest.raises(CheckpointError, match=r"lora is 'rank 4, alpha 8, .*', not 'rank 4, alpha 3"):
         write_run(*given, tmp_path / "other", "fp32", lora=other)
     save_hf(tmp_path / "tuned", config, ((name, 2 * tensor) for name, tensor in iter_weights(section.path)))
@@ -178,9 +174,7 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
         write_run(*given, tmp_path / "other", "fp32")
 
 
-def test_peft_gives_the_merged_models_logits(
-    four_ranks: list[dict[str, Any]], root: Path, tmp_path: Path
-) -> None:
+def test_peft_gives_the_merged_models_logits(four_ranks: list[dict[str, Any]], root: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -188,21 +182,15 @@ def test_peft_gives_the_merged_models_logits(
     given = root / "run-lora-dense/step-000001", SingleProcess(), section
     write_run(*given, tmp_path / "hf", "fp32", lora=lora)
     write_adapter(*given, tmp_path / "adapter", "fp32", lora)
-    base, merged = (
-        AutoModelForCausalLM.from_pretrained(folder) for folder in (root / "qwen3", tmp_path / "hf")
-    )
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (root / "qwen3", tmp_path / "hf"))
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
         found = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(ids).logits
         torch.testing.assert_close(found, merged(ids).logits, atol=1e-5, rtol=1e-5)
-        assert not torch.allclose(
-            found, AutoModelForCausalLM.from_pretrained(root / "qwen3")(ids).logits, atol=1e-3
-        )
+        assert not torch.allclose(found, AutoModelForCausalLM.from_pretrained(root / "qwen3")(ids).logits, atol=1e-3)
 
 
-def test_tensors_of_each_layer_apart_convert_too(
-    four_ranks: list[dict[str, Any]], root: Path, tmp_path: Path
-) -> None:
+def test_tensors_of_each_layer_apart_convert_too(four_ranks: list[dict[str, Any]], root: Path, tmp_path: Path) -> None:
     assert any(".layers.0." in key for key in TorchDistReader(root / "each").weight_keys())
     HfConversion.plan(root / "each", None, config=root / "qwen2").write(tmp_path / "hf", SingleProcess())
     found = dict(iter_weights(tmp_path / "hf"))

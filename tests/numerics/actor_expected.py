@@ -69,9 +69,7 @@ def write_adapter(directory: Path, model: Any, every: list[TrainSequence]) -> di
             for which, shape in {"A": (rank, weight.shape[1]), "B": (weight.shape[0], rank)}.items():
                 factor = 0.1 * torch.randn(shape, generator=draw)
                 factors[f"{stem}.lora_{which}.weight"] = factor.requires_grad_()
-            merged[name] = (
-                weight + scale * factors[f"{stem}.lora_B.weight"] @ factors[f"{stem}.lora_A.weight"]
-            )
+            merged[name] = weight + scale * factors[f"{stem}.lora_B.weight"] @ factors[f"{stem}.lora_A.weight"]
     out = directory.with_name(directory.name + "-adapter")
     out.mkdir()
     stored = {f"base_model.model.{name}": factor.detach() for name, factor in factors.items()}

@@ -18,9 +18,7 @@ from tests.numerics.actor_expected import expected_root, one_rank_results
 
 def case(name: str, **match: Any) -> dict[str, Any]:
     return next(
-        r
-        for r in one_rank_results()
-        if r["case"] == name and all(r[key] == value for key, value in match.items())
+        r for r in one_rank_results() if r["case"] == name and all(r[key] == value for key, value in match.items())
     )
 
 
@@ -197,9 +195,7 @@ def run(ranks: int) -> list[dict[str, Any]]:
     wanted = [(name, kind, variant) for cases, variant in variants for name, kind in cases]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)
     triples = json.dumps([[LAYOUTS[name][1], kind, variant] for name, kind, variant in mine])
-    return results(
-        run_ranks(ranks, "tests/mpi/workers/actor_parallel.py", str(expected_root()), triples).stdout
-    )
+    return results(run_ranks(ranks, "tests/mpi/workers/actor_parallel.py", str(expected_root()), triples).stdout)
 
 
 def found(name: str, kind: str, variant: str) -> dict[str, Any]:

@@ -85,9 +85,7 @@ def test_responses_do_not_depend_on_the_schedule(family: str):
     alone = one_by_one(family, jobs)
     assert generate_all(engine_of(family), jobs) == alone
     assert generate_all(engine_of(family, budget=7, max_running=3), jobs) == alone
-    assert (
-        generate_all(engine_of(family, max_running=64, budget=512), random.Random(1).sample(jobs, 20)) == alone
-    )
+    assert generate_all(engine_of(family, max_running=64, budget=512), random.Random(1).sample(jobs, 20)) == alone
     tight = engine_of(family, num_blocks=9)
     assert generate_all(tight, jobs) == alone
     assert tight.take_stats().preemptions > 5

@@ -25,9 +25,7 @@ CPU = torch.device("cpu")
 MASKS = [(0, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.05)]
 
 
-def rows_of(
-    keys: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-):
+def rows_of(keys: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
     n = len(keys)
     return SamplingRows(
         keys,
@@ -77,9 +75,7 @@ def test_frequencies_are_the_masked_softmax(masks: tuple[int, float, float]):
     keys = some_keys(count, 11)
     tokens = []
     for part in np.split(keys, 8):
-        drawn, _ = sampler.sample(
-            logits.expand(len(part), -1).contiguous(), rows_of(part, temperature, *masks)
-        )
+        drawn, _ = sampler.sample(logits.expand(len(part), -1).contiguous(), rows_of(part, temperature, *masks))
         tokens.append(drawn)
     assert g_test(torch.cat(tokens).numpy(), probs) > 1e-4
 

@@ -170,9 +170,7 @@ def test_torch_kernels(drafter):
         for s in (off, spec)
     ]
     assert made[0] == made[1]
-    counting = [
-        speculating_engine(config, weights, "torch", speculation=s, count_near_ties=True) for s in (off, spec)
-    ]
+    counting = [speculating_engine(config, weights, "torch", speculation=s, count_near_ties=True) for s in (off, spec)]
     plain_responses, other = (generate_all(engine, jobs) for engine in counting)
     parted = sum(plain_responses[key][0] != other[key][0] for key in plain_responses)
     assert parted <= sum(engine.runner.sampler.near_ties for engine in counting)
@@ -214,9 +212,7 @@ def test_trained_drafter_of_the_demo_policy():
     params = SamplingParams(max_tokens=80, stop_token_ids=tokenizer.eos_token_ids, seed=1)
     jobs = [(p.prompt_id, list(p.token_ids), params, 2) for p in prompts]
     weights = list(iter_weights(config.model.path, model))
-    expected = generate_all(
-        speculating_engine(model, weights, speculation={"drafter": "none"}, budget=256), jobs
-    )
+    expected = generate_all(speculating_engine(model, weights, speculation={"drafter": "none"}, budget=256), jobs)
     saved = load_drafter(ROOT / "assets/demo-drafter", model)
     options = {"drafter": "eagle", "selector": "fixed", "draft_len": 5}
     engine = speculating_engine(model, weights, "native", saved.weights, speculation=options, budget=256)

@@ -22,17 +22,13 @@ def rows() -> list[tuple[str, list[str]]]:
 
 
 def functions_of(file: Path) -> set[str]:
-    return {
-        n.name for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)
-    }
+    return {n.name for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)}
 
 
 def test_every_file_of_cases_has_a_table_with_rows():
     files = [file for file, cells in rows() if cells == COLUMNS]
     assert files == list(dict.fromkeys(files))
-    assert {file for file, cells in rows() if cells != COLUMNS} == {
-        file.name for file in CASES.glob("test_*.py")
-    }
+    assert {file for file, cells in rows() if cells != COLUMNS} == {file.name for file in CASES.glob("test_*.py")}
 
 
 def test_every_test_that_a_row_names_exists():

@@ -24,11 +24,7 @@ def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function without its docstring."""
     doc = 0
     first = node.body[0]
-    if (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    ):
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         doc = first.end_lineno - first.lineno + 1
     return node.end_lineno - node.lineno + 1 - doc
 
@@ -41,9 +37,7 @@ def test_nothing_stands_loose_in_the_package():
 def test_unit_tests_mirror_the_package():
     """A folder of tests/unit is a folder of the package, or of what stands beside it."""
     beside = {"benchmarks", "launch", "slurm", "tools"}
-    folders = {
-        path.parent.relative_to(ROOT / "tests/unit") for path in (ROOT / "tests/unit").rglob("test_*.py")
-    }
+    folders = {path.parent.relative_to(ROOT / "tests/unit") for path in (ROOT / "tests/unit").rglob("test_*.py")}
     absent = [str(f) for f in folders if str(f) not in beside and not (ROOT / "megatron_tlt" / f).is_dir()]
     assert absent == []
 

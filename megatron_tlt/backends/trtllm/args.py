@@ -90,9 +90,7 @@ def build_llm_kwargs(
     return with_more(kwargs, section.engine, "rollout.trtllm.engine")
 
 
-def build_sampling_params(
-    params: SamplingParams, eos_token_ids: Iterable[int]
-) -> dict[str, Any]:
+def build_sampling_params(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[str, Any]:
     """Arguments of `SamplingParams` beside the seed. With speculation, whose sampler has none, `check` refuses min_p.
 
     top-k and top-p are always passed (0 and 1: off), for without them the engine decodes greedily. Log-probs are

@@ -49,9 +49,7 @@ class AdaptedReader:
         own = {"lora": self.lora.record, "base": base_fingerprint(self.model, config)}
         wrong = model_differences(found, model_record(config) | own)
         if wrong:
-            raise CheckpointError(
-                f"{self.directory} does not fit this run: {shortened(wrong, separator='; ')}"
-            )
+            raise CheckpointError(f"{self.directory} does not fit this run: {shortened(wrong, separator='; ')}")
         if self.model.megatron_path is not None:
             base = TorchDistReader(self.model.megatron_path)
             base.check(config)
@@ -65,9 +63,7 @@ class AdaptedReader:
     def read(self, config: ModelConfig, slot: Slot) -> list[Tensor]:
         """The slot's full Hugging Face tensors, merged, in its order; `check` comes before. Raises CheckpointError."""
         assert self._base is not None
-        return [
-            self._merged(name, tensor) for name, tensor in zip(slot.hf_names, self._base(slot), strict=True)
-        ]
+        return [self._merged(name, tensor) for name, tensor in zip(slot.hf_names, self._base(slot), strict=True)]
 
     def _merged(self, name: str, base: Tensor) -> Tensor:
         stem, rows = name.removesuffix(".weight"), base.shape[-2] if base.ndim > 1 else 0

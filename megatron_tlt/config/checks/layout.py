@@ -118,9 +118,7 @@ def check_nodes(config: TrainingConfig, path: str, tp: int) -> Problems:
     """Tensor parallelism exchanges activations in every layer: over the network it would stall the run."""
     per_node = config.cluster.ranks_per_node
     if config.cluster.nodes > 1 and (tp > per_node or per_node % tp):
-        yield ConfigProblem(
-            path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node"
-        )
+        yield ConfigProblem(path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node")
 
 
 def check_hosts(config: TrainingConfig, hosts: Sequence[str]) -> Problems:

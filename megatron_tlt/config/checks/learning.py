@@ -124,9 +124,7 @@ def check_rewards(config: Config) -> Problems:
             yield ConfigProblem(f"{path}.name", "env", "needs an environment: env.kind or env.path")
         yield from _check_reward_parameters(path, function)
         if config.rewards.workers == 0 and function.name == "python":
-            yield ConfigProblem(
-                "rewards.workers", 0, f"must be > 0: {path} is a user's function and needs a timeout"
-            )
+            yield ConfigProblem("rewards.workers", 0, f"must be > 0: {path} is a user's function and needs a timeout")
 
 
 def _check_task_reward(path: str, config: Config) -> Problems:
@@ -164,9 +162,7 @@ def _check_pattern(path: str, pattern: str, needs_group: bool) -> Problems:
         yield ConfigProblem(path, pattern, "needs a group (...) around the answer")
 
 
-def check_lora(
-    config: TrainingConfig, shape: ArchitectureConfig | None, device: Device | None
-) -> Problems:
+def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device: Device | None) -> Problems:
     """Adapters that nothing can serve, or that are no smaller than what they adapt."""
     lora = config.actor.lora
     if lora is None:

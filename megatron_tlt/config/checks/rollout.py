@@ -12,9 +12,7 @@ _NATIVE_HEAD_DIM = 256  # most of the native decoder (models/decoders/native/par
 _GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/decoders/torch/experts.py)
 
 
-def check_rollout(
-    config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None
-) -> Problems:
+def check_rollout(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
     """The engine's layout, kernels and memory."""
     rollout = config.rollout
     if num_ranks % rollout.tp:
@@ -31,9 +29,7 @@ def check_rollout(
             yield from _check_grouped(config, shape, device)
         yield from _check_kv_cache(config, shape)
         if rollout.top_k > shape.vocab_size:
-            yield ConfigProblem(
-                "rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})"
-            )
+            yield ConfigProblem("rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})")
 
 
 def _check_native(config: Config, shape: ArchitectureConfig | None, device: Device | None) -> Problems:
@@ -97,6 +93,4 @@ def check_context(config: Config, max_positions: int | None) -> Problems:
 
 def check_positions(max_context: int, max_positions: int | None) -> Problems:
     if max_positions is not None and max_context > max_positions:
-        yield ConfigProblem(
-            "model.max_context", max_context, f"must be <= the model's {max_positions} positions"
-        )
+        yield ConfigProblem("model.max_context", max_context, f"must be <= the model's {max_positions} positions")

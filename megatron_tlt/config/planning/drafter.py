@@ -75,9 +75,7 @@ def host_parts(config: Config, shape: ArchitectureConfig, device: Device) -> dic
     return dict(zip(HOST_PARTS, (buffer, before, 16 * drafter_parameters(config, shape)), strict=True))
 
 
-def _step_bytes(
-    config: Config, shape: ArchitectureConfig, device: Device, kind: DrafterFacts, gradients: int
-) -> int:
+def _step_bytes(config: Config, shape: ArchitectureConfig, device: Device, kind: DrafterFacts, gradients: int) -> int:
     """Gradients, activations and temporaries of one micro-step."""
     sizes, hidden, inter = config.drafter.sizes(device), shape.hidden_size, shape.intermediate_size
     tokens, element = sizes.micro_step_tokens, element_bytes(sizes.dtype)

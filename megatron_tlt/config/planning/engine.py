@@ -94,9 +94,13 @@ def process_bytes(config: Config, process: EngineProcessSection, shape: Architec
         return experts
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
     states = {hidden_part(config): getattr(process, "hidden_mib", 0) * MIB}
-    return experts | (states if config.hidden_states_of == "engine" else {}) | {
-        "embedding and LM head": tables * element_bytes(rollout.dtype),
-    }
+    return (
+        experts
+        | (states if config.hidden_states_of == "engine" else {})
+        | {
+            "embedding and LM head": tables * element_bytes(rollout.dtype),
+        }
+    )
 
 
 def drafter_weight_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:

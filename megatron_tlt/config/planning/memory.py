@@ -101,11 +101,7 @@ def _policy_parts(
     count, experts = stage_parameters(shape, dims, stage)
     element, lora = element_bytes(config.actor.dtype), config.actor.lora
     trained = (count, experts) if lora is None else adapter_parameters(shape, lora, dims, stage)
-    runtime = (
-        {"runtime": _INTERPRETER_BYTES}
-        if device == "cpu"
-        else {RESERVE: int(config.cluster.reserve_gib * GIB)}
-    )
+    runtime = {"runtime": _INTERPRETER_BYTES} if device == "cpu" else {RESERVE: int(config.cluster.reserve_gib * GIB)}
     return {
         **runtime,
         "weights": count * element,
@@ -119,9 +115,7 @@ def _policy_parts(
     }
 
 
-def _stage(
-    config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device
-) -> RankMemory:
+def _stage(config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage: int, device: Device) -> RankMemory:
     """All parts; of the KV cache only its place among them."""
     parts = _policy_parts(config, shape, dims, stage, device)
     weights = parts["weights"] + parts.get("experts", 0)

@@ -79,9 +79,7 @@ def stage_parameters(shape: ArchitectureConfig, dims: Dims, stage: int) -> tuple
     return count // dims.tp, experts // dims.ep
 
 
-def adapter_parameters(
-    shape: ArchitectureConfig, lora: LoraSection | None, dims: Dims, stage: int
-) -> tuple[int, int]:
+def adapter_parameters(shape: ArchitectureConfig, lora: LoraSection | None, dims: Dims, stage: int) -> tuple[int, int]:
     """Parameters of the adapters on one rank of a pipeline stage, without its experts', and of its experts'.
 
     TP cuts one factor of a pair; both of an expert's are whole. (0, 0) without adapters.
@@ -94,9 +92,7 @@ def adapter_parameters(
 
     def pairs(widths: dict[str, int], tp: int) -> int:
         """Of matrices between the residual stream and so many other numbers, which TP cuts."""
-        return sum(
-            lora.rank * (hidden + width // tp) for name, width in widths.items() if name in lora.targets
-        )
+        return sum(lora.rank * (hidden + width // tp) for name, width in widths.items() if name in lora.targets)
 
     def mlp(width: int, tp: int) -> int:
         return pairs(dict.fromkeys(MLP_TARGETS, width), tp) if width else 0

@@ -24,9 +24,7 @@ from megatron_tlt.config.planning.parameters import MIB, element_bytes
 from megatron_tlt.config.root import Config, TrainingConfig
 
 
-def optimizer_bytes(
-    config: TrainingConfig, parameters: int, experts: int, dims: Dims, device: Device
-) -> int:
+def optimizer_bytes(config: TrainingConfig, parameters: int, experts: int, dims: Dims, device: Device) -> int:
     """Master weights and moments of one rank: of `parameters` that are no experts', and of its `experts`'."""
     master = 4 if config.actor.dtype == "bf16" else 0
     moments = 8 if config.optimizer.name == "adam" else 0

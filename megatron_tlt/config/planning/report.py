@@ -103,15 +103,11 @@ def _grid(dims: Dims) -> list[str]:
     inner = dims.tp * dims.cp
     experts = f", experts over {dims.ep}" if dims.ep > 1 else ""
     lines = [f"Ranks: {dims.world_size} = tp {dims.tp} x pp {dims.pp} x cp {dims.cp} x dp {dims.dp}{experts}"]
-    within = (
-        "context parallel slower, tensor parallel faster" if dims.cp > 1 else "tensor parallel rank 0, 1, ..."
-    )
+    within = "context parallel slower, tensor parallel faster" if dims.cp > 1 else "tensor parallel rank 0, 1, ..."
     lines.append(f"  in a cell: {within}" if inner > 1 else "  in a cell: the rank")
     shown = range(dims.dp) if dims.dp <= MAX_GRID_ROWS else [*range(MAX_GRID_ROWS - 1), dims.dp - 1]
     header = ["", *[f"stage {pp}" for pp in range(dims.pp)]]
-    rows = [
-        [f"dp {dp}", *[_span(dims.rank_at(dp=dp, pp=pp), inner) for pp in range(dims.pp)]] for dp in shown
-    ]
+    rows = [[f"dp {dp}", *[_span(dims.rank_at(dp=dp, pp=pp), inner) for pp in range(dims.pp)]] for dp in shown]
     if dims.dp > MAX_GRID_ROWS:
         rows.insert(-1, ["...", *["..."] * dims.pp])
     return lines + _table(header, rows)
@@ -176,9 +172,7 @@ def _memory(
         lines += _off_line(config.rl, shape, num_ranks, device, stages)
         lines += _cache_line(config.rl, shape, stages[0].parts[KV], resolve_device(config, device))
     if stages[0].host:
-        lines.append(
-            "Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)"
-        )
+        lines.append("Of the host's memory, for a rank, at most (pinned blocks are rounded up to powers of two)")
         host = {name: [stage.host[name] for stage in stages] for name in stages[0].host}
         lines += _memory_table(stages, host, all_rows)
         node = node_host_bytes(stages, config.cluster.ranks_per_node) / GIB

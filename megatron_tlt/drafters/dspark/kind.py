@@ -181,11 +181,15 @@ def _check_engine(config: BlockConfig, engine: Format) -> None:
 def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
     """config.json."""
     policy, rank = config.policy, {"markov_rank": config.markov_rank + config.reduced}
-    out = config.layer.to_hf(dtype) | _layer_entries(config) | {
-        "vocab_size": policy.vocab_size,
-        "num_target_layers": policy.num_layers,
-        "tie_word_embeddings": False,  # both tables are the policy's
-    }
+    out = (
+        config.layer.to_hf(dtype)
+        | _layer_entries(config)
+        | {
+            "vocab_size": policy.vocab_size,
+            "num_target_layers": policy.num_layers,
+            "tie_word_embeddings": False,  # both tables are the policy's
+        }
+    )
     if not config.markov_rank:
         nested = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
         block = {"block_size": config.block_size}
@@ -194,9 +198,14 @@ def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
         nested |= {**block, "selector_rank": config.selector_rank, "selector_top_k": NUM_CANDIDATES}
         nested |= {"conv_kernel_size": 2, "conv_group_size": CONV_GROUP}
         return out | {"architectures": ["DFlash2DraftModel"], "dflash_config": nested}
-    return out | _sizes(config) | rank | {
-        "architectures": ["Qwen3DSparkModel"],
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": False,
-        "dspark_bonus_anchor": not config.sample_from_anchor,
-    }
+    return (
+        out
+        | _sizes(config)
+        | rank
+        | {
+            "architectures": ["Qwen3DSparkModel"],
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "dspark_bonus_anchor": not config.sample_from_anchor,
+        }
+    )

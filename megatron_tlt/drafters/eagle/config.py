@@ -95,7 +95,5 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     if num_layers >= 7:
         return 1, num_layers // 2 - 1, num_layers - 4
     if num_layers < 4:
-        raise ConfigError.of(
-            "num_hidden_layers", num_layers, "EAGLE-3 reads three layers below the last: 4 or more"
-        )
+        raise ConfigError.of("num_hidden_layers", num_layers, "EAGLE-3 reads three layers below the last: 4 or more")
     return 0, num_layers // 2 - 1, num_layers - 2

@@ -134,9 +134,7 @@ def _check_engine(policy: ModelConfig, engine: Format) -> None:
             f"{policy.family} policy does: {_INSTEAD} hf",
         )
     if engine == "sglang" and policy.qkv_bias and policy.head_dim * policy.num_heads != policy.hidden_size:
-        wanted = (
-            f"SGLang's Qwen2 computes it as hidden_size / heads = {policy.hidden_size / policy.num_heads:g}"
-        )
+        wanted = f"SGLang's Qwen2 computes it as hidden_size / heads = {policy.hidden_size / policy.num_heads:g}"
         raise ConfigError.of("head_dim", policy.head_dim, f"{wanted}: {_INSTEAD} vllm or hf")
 
 
@@ -152,8 +150,6 @@ def _config(policy: ModelConfig, engine: Format, dtype: str) -> dict[str, Any]:
         }
     )
     if engine == "sglang":
-        return out | {
-            "architectures": ["Qwen2ForCausalLMEagle" if policy.qkv_bias else "LlamaForCausalLMEagle"]
-        }
+        return out | {"architectures": ["Qwen2ForCausalLMEagle" if policy.qkv_bias else "LlamaForCausalLMEagle"]}
     # vLLM puts "Eagle" before it and has EagleLlamaForCausalLM; `qkv_bias` gives q, k and v a bias and o_proj none.
     return out | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "qkv_bias": policy.qkv_bias}

@@ -65,9 +65,7 @@ class NativeEagle(DrafterDecoder):
         self.lib = library(self.dtype == torch.bfloat16)
         h, is_eagle3 = config.policy.hidden_size, isinstance(config, Eagle3Config)
         positions = config.policy.max_position_embeddings
-        self._one = replace(
-            config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions
-        )
+        self._one = replace(config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions)
         self._whole = Shard(self._one, 0, 1)
         self._packer = Packer(self.dtype)
         inputs, features = (2 * h, 3 * h) if is_eagle3 else (h, 2 * h)
@@ -160,9 +158,7 @@ class NativeEagle(DrafterDecoder):
         slots = kv.num_blocks * kv.block_size
         fits = pages.shape == (slots, self.policy.state_size) and pages.dtype == self.dtype
         if not (fits and pages.is_contiguous()):
-            raise BackendError(
-                f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots"
-            )
+            raise BackendError(f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots")
 
     def run(self, call: Callable[[], int]) -> None:
         """Makes a call into C. Raises BackendError if C refuses it, and before all weights are loaded."""

@@ -53,9 +53,7 @@ class TorchEagle(TorchDrafter):
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> EagleRowDrafter:
         return EagleRowDrafter(self, kv, rows, pages, catch_up)
 
-    def step(
-        self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache
-    ) -> tuple[Tensor, Tensor]:
+    def step(self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
         """One pair of each of P chains, whose `previous` is `hidden` [P, H]: logits float32 [P, V] and outputs [P, H].
 
         No value comes to the host. Mutates the cache.

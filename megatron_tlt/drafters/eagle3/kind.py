@@ -25,7 +25,6 @@ from megatron_tlt.models.hf.config import ModelConfig
 
 
 class Eagle3Kind(PairKind[Eagle3Config]):
-
     facts = DRAFTERS["eagle3"]
     title = paper = "EAGLE-3"
     loss_parts = ("ce", "accept")
@@ -77,14 +76,18 @@ def _config(config: Eagle3Config, engine: Format, dtype: str) -> dict[str, Any]:
     if normed and engine != "vllm":
         instead = "only vLLM has that form: use --format vllm, or train a drafter of ours"
         raise ConfigError.of("norm_before_residual", True, instead)
-    out = config.layer.to_hf(dtype) | normed | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "tie_word_embeddings": False,  # the head is the drafter's own
-        "bias": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "draft_vocab_size": config.draft_vocab_size,
-    }
+    out = (
+        config.layer.to_hf(dtype)
+        | normed
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "tie_word_embeddings": False,  # the head is the drafter's own
+            "bias": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "draft_vocab_size": config.draft_vocab_size,
+        }
+    )
     eagle: dict[str, Any] = {"use_aux_hidden_state": True}
     if engine == "vllm":
         out["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in config.aux_layers]

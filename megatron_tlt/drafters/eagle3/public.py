@@ -55,9 +55,7 @@ def is_public(about: Mapping[str, Any]) -> bool:
     return "drafter" not in about and (named or about.get("speculators_model_type") == "eagle3")
 
 
-def public_config(
-    about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None
-) -> Eagle3Config:
+def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[int, ...] | None = None) -> Eagle3Config:
     """The drafter of config.json `about`; `layers` where it names none. Raises CheckpointError or ConfigError."""
     eagle = section(about, "eagle_config")
     given = {**eagle, **about, **section(about, "transformer_layer_config")}

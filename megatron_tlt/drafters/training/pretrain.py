@@ -208,12 +208,16 @@ class DrafterPretraining:
         """Weights, optimizer and measurements of a training under way, for `begin`; tensors in the host's memory. Empty
         without one.
         """
-        return {} if self._trainer is None else {
-            "weights": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
-            "training": self._trainer.state.named(),
-            "seconds": self._seconds,
-            "points": self._points,
-        }
+        return (
+            {}
+            if self._trainer is None
+            else {
+                "weights": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
+                "training": self._trainer.state.named(),
+                "seconds": self._seconds,
+                "points": self._points,
+            }
+        )
 
     def _load(self, trainer: DrafterTrainer, state: Mapping[str, Any]) -> None:
         trainer.state.load(state["training"])
@@ -249,9 +253,7 @@ class DrafterPretraining:
 
     # -- measuring and writing ------------------------------------------------------------------------------
 
-    def measure(
-        self, tests: Sequence[DraftSequence], progress: ProgressDisplay | None = None
-    ) -> MeasuredAcceptance:
+    def measure(self, tests: Sequence[DraftSequence], progress: ProgressDisplay | None = None) -> MeasuredAcceptance:
         """Acceptance on `tests`, summed over the replicas. Collective."""
         section = self._section
         total = result = MeasuredAcceptance.empty(section.eval_steps)

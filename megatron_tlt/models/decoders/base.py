@@ -134,8 +134,7 @@ class WeightLedger:
                 raise CheckpointError(f"weight {name} is not part of this {self._config.family} model")
             if tuple(tensor.shape) != self._wanted[name]:
                 raise CheckpointError(
-                    f"weight {name} has shape {tuple(tensor.shape)}, the configuration says "
-                    f"{self._wanted[name]}"
+                    f"weight {name} has shape {tuple(tensor.shape)}, the configuration says {self._wanted[name]}"
                 )
             yield name, tensor
             seen.add(name)

@@ -258,9 +258,7 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=int(hf["intermediate_size"]),
         rms_norm_eps=float(hf.get("rms_norm_eps", _DEFAULT_EPS)),
         rope_theta=float(rope.get("rope_theta", _MIXTRAL_THETA if family == "mixtral" else DEFAULT_THETA)),
-        rope_scaling=RopeScaling(**{k: rope[k] for k in LLAMA3_KEYS})
-        if rope_type(rope) == "llama3"
-        else None,
+        rope_scaling=RopeScaling(**{k: rope[k] for k in LLAMA3_KEYS}) if rope_type(rope) == "llama3" else None,
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
         qkv_bias=dense == "qwen2",
         qk_norm=dense == "qwen3",

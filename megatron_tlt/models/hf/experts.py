@@ -82,9 +82,7 @@ def moe_fields(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
         "num_experts": _num_experts(hf),
         "num_experts_per_tok": hf["num_experts_per_tok"],
         "moe_intermediate_size": hf["intermediate_size" if is_mixtral else "moe_intermediate_size"],
-        "shared_expert_intermediate_size": hf["shared_expert_intermediate_size"]
-        if family == "qwen2_moe"
-        else 0,
+        "shared_expert_intermediate_size": hf["shared_expert_intermediate_size"] if family == "qwen2_moe" else 0,
         "norm_topk_prob": is_mixtral or bool(hf.get("norm_topk_prob", False)),
         "moe_layers": tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
     }

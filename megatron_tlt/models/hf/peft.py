@@ -80,9 +80,7 @@ def adapter_config(
     }
 
 
-def peft_problems(
-    lora: LoraSection, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> list[ConfigProblem]:
+def peft_problems(lora: LoraSection, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[ConfigProblem]:
     """Why a run cannot start from `lora.adapter_path`; `shapes`: of the factors that it needs. Reads no tensor."""
     if lora.adapter_path is None:
         return []

@@ -67,4 +67,3 @@ def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> T
     if runner.pool is not None:
         decoder.use_graphs(runner.pool.graphs.run)
     return trained
-

@@ -321,4 +321,3 @@ class CostModelSelector:
             bucket.costs = Costs(**saved["costs"])
             bucket.strategy = DraftStrategy(**saved["strategy"])
             bucket.measured = []
-

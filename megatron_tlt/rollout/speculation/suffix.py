@@ -95,9 +95,7 @@ class SuffixDrafter:
         Raises ConfigError without a C compiler, BackendError if the library cannot be built.
         """
         if find_compiler() is None:
-            allowed = (
-                "needs a C compiler: no cc, gcc or clang on PATH (install one, or choose another drafter)"
-            )
+            allowed = "needs a C compiler: no cc, gcc or clang on PATH (install one, or choose another drafter)"
             raise ConfigError.of("rollout.speculation.drafter", self.kind, allowed)
         assert depth <= MAX_DEPTH
         self._lib, self._rows, self._history = library(), rows, history

@@ -130,9 +130,7 @@ class Cluster:
         self.run("slurmctld", "-c", "-f", conf)
         for node in range(1, self.count + 1):
             self.run("slurmd", "-N", f"n{node}", "-f", conf)
-        self.until(
-            lambda: self.run("sinfo", "-h", "-N", "-p", "batch", "-o", "%T").split() == ["idle"] * self.count
-        )
+        self.until(lambda: self.run("sinfo", "-h", "-N", "-p", "batch", "-o", "%T").split() == ["idle"] * self.count)
 
     def down(self) -> None:
         """Cancels what runs and kills the daemons that came up: they have nothing to save, and take seconds to end."""
@@ -153,9 +151,7 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(
-        self, folder: Path, script: Path, *words: object, options: tuple[str, ...] = (), **env: object
-    ) -> str:
+    def submit(self, folder: Path, script: Path, *words: object, options: tuple[str, ...] = (), **env: object) -> str:
         """Submits from `folder`; the job's number."""
         command = ["sbatch", "--parsable", *options, str(script), *map(str, words)]
         done = subprocess.run(

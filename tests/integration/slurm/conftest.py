@@ -15,8 +15,7 @@ def cluster(tmp_path_factory):
     """Six virtual nodes. Skips where Slurm cannot be installed; `.ci/run` installs it."""
     if absent := missing():
         pytest.skip(
-            f"Slurm is not installed (no {', '.join(absent)}): "
-            "apt-get install --no-install-recommends slurm-wlm munge"
+            f"Slurm is not installed (no {', '.join(absent)}): apt-get install --no-install-recommends slurm-wlm munge"
         )
     slurm = Cluster(tmp_path_factory.mktemp("slurm") / "home", count=6)
     try:

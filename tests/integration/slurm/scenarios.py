@@ -43,9 +43,7 @@ class Scene:
         """`template` is a directory of `make_template`, needed for real runs."""
         self.cluster, self.folder = cluster, folder.with_name(f"{folder.name} folder")
         self.folder.mkdir()
-        (self.folder / "tiny.yaml").write_text(
-            "" if template is None else (template / "tiny.yaml").read_text()
-        )
+        (self.folder / "tiny.yaml").write_text("" if template is None else (template / "tiny.yaml").read_text())
         self.run_dir = self.folder / "run"
         self.forking = forking_python(self.folder)
         self.recorder = self.folder / "python"
@@ -54,9 +52,7 @@ class Scene:
         self.job = ""
         self.facts: dict[str, str] = {}
 
-    def train(
-        self, *overrides: str, options: tuple[str, ...] = ONE_NODE, slow: float = 0.05, **env: object
-    ) -> None:
+    def train(self, *overrides: str, options: tuple[str, ...] = ONE_NODE, slow: float = 0.05, **env: object) -> None:
         """Submits six steps of a tiny run; `slow` are seconds that each of its 16 rewards a rank and step takes."""
         words = ["train.num_steps=6", f"train.run_dir={self.run_dir}", *overrides]
         env = {"IFACE": "lo", "SLOW_REWARD_S": slow, **env}
@@ -202,9 +198,7 @@ SCENARIOS: dict[str, Callable[[Scene], Scene]] = {
 }
 
 
-def run_here(
-    cluster: Cluster, folder: Path, *command: object, **env: object
-) -> subprocess.CompletedProcess[str]:
+def run_here(cluster: Cluster, folder: Path, *command: object, **env: object) -> subprocess.CompletedProcess[str]:
     """A command of a login node, in `folder`."""
     environment = {**cluster.env, **{k: str(v) for k, v in env.items()}}
     return subprocess.run(

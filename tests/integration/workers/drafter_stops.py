@@ -1,6 +1,6 @@
 """One rank: `drafter train` whole, stopped and gone on with in several places, and on the responses of the stopped one.
 
-    drafter_stops.py CONFIG FOLDER
+drafter_stops.py CONFIG FOLDER
 """
 
 from __future__ import annotations

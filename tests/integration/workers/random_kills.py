@@ -33,9 +33,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-WHILE_STARTING = (
-    0.25  # share of kills at any moment of the start; the others come when the first rollout has begun
-)
+WHILE_STARTING = 0.25  # share of kills at any moment of the start; the others come when the first rollout has begun
 # Not mpi4py: it starts MPI when it is imported, which every attempt must do for itself.
 MODULES = (
     "megatron_tlt.cli.main",
@@ -154,9 +152,7 @@ def compare(left: Path, right: Path, num_steps: int) -> dict[str, Any]:
 
     last = f"checkpoints/step-{num_steps:06d}"
     a, b = checkpoint_tensors(left / last), checkpoint_tensors(right / last)
-    different = sorted(
-        name for name in a.keys() | b.keys() if name not in a or not torch.equal(a[name], b[name])
-    )
+    different = sorted(name for name in a.keys() | b.keys() if name not in a or not torch.equal(a[name], b[name]))
     keep = ("step", "reward/mean", "length/mean", "policy/loss", "policy/grad_norm")
     metrics = [[{name: row.get(name) for name in keep} for row in rows(run)] for run in (left, right)]
     return {

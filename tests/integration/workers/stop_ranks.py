@@ -93,6 +93,4 @@ def body(world):
 
 
 jobs = json.loads(Path(sys.argv[1]).read_text())
-sys.exit(
-    run_on_every_rank(load_config(next(iter(jobs.values()))["config"], [], Config).distributed, 1, body)
-)
+sys.exit(run_on_every_rank(load_config(next(iter(jobs.values()))["config"], [], Config).distributed, 1, body))

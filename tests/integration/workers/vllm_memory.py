@@ -1,7 +1,7 @@
 """Runs in vLLM's environment: its own functions and state machine around memory, without a GPU. Prints JSON.
 
-    request_memory SHARE       what vLLM asks of 80 GiB, 35 of them free, or its refusal
-    sleep ARGUMENTS            calls that reach the worker of an engine while it sleeps and wakes; tokens of a request
+request_memory SHARE       what vLLM asks of 80 GiB, 35 of them free, or its refusal
+sleep ARGUMENTS            calls that reach the worker of an engine while it sleeps and wakes; tokens of a request
 """
 
 from __future__ import annotations

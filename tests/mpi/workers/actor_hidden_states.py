@@ -38,9 +38,7 @@ def hidden_states(world: Any, root: Path, kind: str = "qwen3") -> None:
         _within_budget(world, root / kind)
 
 
-def _collect(
-    world: Any, directory: Path, wanted: dict[int, Tensor], layout: dict[str, Any], forward: str
-) -> None:
+def _collect(world: Any, directory: Path, wanted: dict[int, Tensor], layout: dict[str, Any], forward: str) -> None:
     collected, plain = (make_policy(world, directory, loss=WeightedNll(), **layout) for _ in range(2))
     taken: list[Any] = []
     collected.collect_hidden_states(lambda found, _: taken.append(found), _ROOM, torch.float32, LAYERS)

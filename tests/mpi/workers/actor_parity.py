@@ -51,9 +51,7 @@ def worst(found: list[np.ndarray], wanted: list[np.ndarray]) -> float:
 def parity(world: World, root: Path, kind: str) -> None:
     """Weights, log-probs and gradients against transformers."""
     expected = torch.load(root / f"{kind}.pt", weights_only=False)
-    policy = make_policy(
-        world, root / kind, loss=WeightedNll(), optimizer=SGD.model_copy(update={"clip_grad": 0.0})
-    )
+    policy = make_policy(world, root / kind, loss=WeightedNll(), optimizer=SGD.model_copy(update={"clip_grad": 0.0}))
     weights = copy_of(policy.named_weights())
     same = set(weights) == set(expected["weights"]) and all(
         torch.equal(weights[n], expected["weights"][n]) for n in weights
@@ -90,8 +88,7 @@ def lora_parity(world: World, root: Path, kind: str) -> None:
         reference=worst(policy.logprobs(sequences(18), 0.8, which="reference"), found["logprobs"][0.8]),
         logprobs=worst(policy.logprobs(sequences(18), 0.8), expected["logprobs"][0.8]),
         loss=abs(
-            policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8)).metrics["loss"]
-            - expected["loss"]
+            policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8)).metrics["loss"] - expected["loss"]
         ),
         gradients=relative_error(copy_of(named_gradients(policy)), expected["gradients"]),
         only_factors=all(name.endswith(("lora_A", "lora_B")) for name in trained),
@@ -197,9 +194,7 @@ def decay(world: World, root: Path) -> None:
     """The same step with and without weight decay: which weights differ."""
     for section in (SGD, ADAM):
         plain, decayed = (
-            make_policy(
-                world, root / "qwen2", section.model_copy(update={"weight_decay": wd}), WeightedNll(), False
-            )
+            make_policy(world, root / "qwen2", section.model_copy(update={"weight_decay": wd}), WeightedNll(), False)
             for wd in (0.0, 0.1)
         )
         for policy in (plain, decayed):
@@ -239,9 +234,7 @@ def main() -> None:
     for kind in (*KINDS, *MOE_KINDS):
         parity(world, root, kind)
         # Adam divides rounding noise, and a changed digit can flip a near tie of two experts.
-        names: tuple[str, ...] = (
-            ("sgd", "routed", "replayed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
-        )
+        names: tuple[str, ...] = ("sgd", "routed", "replayed") if kind in MOE_KINDS else ("sgd", "adam", "gspo")
         if kind in LORA_KINDS:
             lora_parity(world, root, kind)
             names += ("lora",)

@@ -79,9 +79,7 @@ def scenario_batches(dp: int, at: int, with_short: bool = False, routed_layers: 
     every = shortened(sequences(18)) if with_short else sequences(18)
     every = with_routed_experts(every, routed_layers) if routed_layers else every
     first = train_batch([share(every[:10], dp, at)], [137.0], temperature=0.8)
-    second = train_batch(
-        [share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8
-    )
+    second = train_batch([share(every[10:15], dp, at), share(every[15:], dp, at)], [90.0, 61.0], temperature=0.8)
     return [first, second]
 
 

@@ -146,9 +146,7 @@ def share(world: World) -> None:
         trainer.train_step()
         trainer.merge()
         given = {merge % replicas for merge in range(1, merges + 1)} if replicas > 1 else set()
-        assert held(trainer) == sorted(p for r in given | {replica} for p in responses[r]), (
-            "one sender at a time"
-        )
+        assert held(trainer) == sorted(p for r in given | {replica} for p in responses[r]), "one sender at a time"
     trainer.begin_step(1, lambda: lookup_tables(CONFIG))
     drawn = [[s.token_ids.tolist() for s in trainer.buffer.sample(64) or []] for _ in range(9)]
     peers = world.all_gather_object((replica, drawn))

@@ -32,18 +32,14 @@ def saved(folder: Path, config: ModelConfig, changed: str = "", **options: objec
 
 @pytest.mark.parametrize("which", CHANGED)
 @pytest.mark.parametrize("in_megatron", [False, True])
-def test_another_matrix_is_another_base_and_another_type_is_not(
-    tmp_path: Path, which: str, in_megatron: bool
-) -> None:
+def test_another_matrix_is_another_base_and_another_type_is_not(tmp_path: Path, which: str, in_megatron: bool) -> None:
     config, name = CHANGED[which]
 
     def found(folder: str, **options: object) -> str:
         path = saved(tmp_path / folder, config, **options)  # type: ignore[arg-type]
         if in_megatron:
             MegatronConversion.plan(path, None).write(tmp_path / f"{folder}-mg", SingleProcess())
-        section = ModelSection(
-            path=str(path), megatron_path=f"{path}-mg" if in_megatron else None, max_context=64
-        )
+        section = ModelSection(path=str(path), megatron_path=f"{path}-mg" if in_megatron else None, max_context=64)
         return base_fingerprint(section, config)
 
     base, other = found("base"), found("other", changed=name)

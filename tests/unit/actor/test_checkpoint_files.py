@@ -22,9 +22,7 @@ def manifest(step: int, records: tuple[dict, dict] = RECORDS) -> Manifest:
     return Manifest(step, 1, 1, {"tp": 1}, *records, {"data": step})
 
 
-def published(
-    checkpoints: Path, step: int, keep: int | None = None, records: tuple[dict, dict] = RECORDS
-) -> Path:
+def published(checkpoints: Path, step: int, keep: int | None = None, records: tuple[dict, dict] = RECORDS) -> Path:
     directory = files.step_directory(checkpoints, step)
     scratch = files.scratch_of(directory)
     scratch.mkdir(parents=True)

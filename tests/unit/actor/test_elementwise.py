@@ -33,9 +33,7 @@ def test_norm_equals_pytorch() -> None:
     expected = F.rms_norm(x, (WIDTH,), weight, 1e-3)
     torch.testing.assert_close(RMSNormFunction.apply(x, weight, 1e-3), expected)
     assert torch.autograd.gradcheck(lambda x, w: RMSNormFunction.apply(x, w, 1e-3), (x, weight))
-    assert torch.autograd.gradcheck(
-        lambda x, w: RMSNormFunction.apply(x.transpose(0, 2), w, 1e-3), (x, _random(5))
-    )
+    assert torch.autograd.gradcheck(lambda x, w: RMSNormFunction.apply(x.transpose(0, 2), w, 1e-3), (x, _random(5)))
 
 
 def test_swiglu_equals_pytorch() -> None:

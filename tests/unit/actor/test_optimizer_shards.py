@@ -30,8 +30,7 @@ def test_boxes_are_the_range_in_its_order(shape: tuple[int, ...]) -> None:
     for start, stop in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
         parts = list(boxes(shape, start, stop))
         found = [
-            whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].flatten()
-            for offset, size in parts
+            whole[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))].flatten() for offset, size in parts
         ]
         assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
         assert len(parts) <= 2 * len(shape) - 1

@@ -123,9 +123,7 @@ def resolved(recipe: str, *overrides: str) -> tuple[dict[str, Any], dict[str, An
         ("grpo-qwen2.5-32b-8n8g", {"add_qkv_bias": True, "tensor_model_parallel_size": 8}),
     ],
 )
-def test_a_gpu_gets_fused_kernels_and_overlapped_communication(
-    gpu: None, recipe: str, layout: dict[str, Any]
-) -> None:
+def test_a_gpu_gets_fused_kernels_and_overlapped_communication(gpu: None, recipe: str, layout: dict[str, Any]) -> None:
     transformer, ddp, step, layer = resolved(recipe, "actor.recompute=full")
     assert transformer.pop("expert_tensor_parallel_size") == layout["tensor_model_parallel_size"]
     assert transformer == COMMON | FULL | layout

@@ -47,9 +47,7 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, messag
     assert resume.find_checkpoint(WORLD, tmp_path, "auto") == last
     DAMAGE[message](last)
     assert resume.find_checkpoint(WORLD, tmp_path, "auto") == good
-    with pytest.raises(
-        CheckpointError, match=rf"step-000003.*{message}.*; use .*step-000002, which is whole"
-    ):
+    with pytest.raises(CheckpointError, match=rf"step-000003.*{message}.*; use .*step-000002, which is whole"):
         resume.find_checkpoint(WORLD, tmp_path, str(last))
     DAMAGE[message](good)
     if message != "never completed":  # one without a manifest is no checkpoint

@@ -78,9 +78,7 @@ def test_transformer_engine_is_of_a_version_that_megatron_accepts(version, statu
 
 def test_requirements_pin_what_megatron_accepts():
     """Against the metadata of the megatron-core that is installed."""
-    accepted = next(
-        Requirement(r) for r in requires("megatron-core") or [] if r.startswith("transformer-engine")
-    )
+    accepted = next(Requirement(r) for r in requires("megatron-core") or [] if r.startswith("transformer-engine"))
     lines = Path("requirements-gpu.txt").read_text(encoding="utf-8").splitlines()
     pin = next(Requirement(line) for line in lines if line.startswith("transformer-engine"))
     (exact,) = [specifier.version for specifier in pin.specifier]

@@ -172,7 +172,7 @@ def test_a_missing_file_is_named_with_the_file_that_refers_to_it(tmp_path):
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "s: {a: 1, a: 2}"])
 def test_duplicate_keys_are_refused(text):
-    with pytest.raises(ConfigError, match="duplicate key \"a\""):
+    with pytest.raises(ConfigError, match='duplicate key "a"'):
         parse_yaml(text, "f.yaml")
 
 

@@ -190,9 +190,7 @@ def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
     ]
 
 
-def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(
-    hub: Hub, settings: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, settings: list[str], tmp_path: Path) -> None:
     local = on_this_machine(configured(settings), ALONE)
     first = {key: repository.commit for key, repository in hub.repositories.items()}
     named = with_names(local)

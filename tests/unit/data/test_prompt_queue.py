@@ -70,9 +70,7 @@ def ids(queue: PromptQueue) -> list[int]:
         (16, 4, [[]] * 16),
     ],
 )
-def test_a_replica_begins_with_what_fills_its_engine(
-    ranks: int, max_running: int | None, own: list[list[int]]
-):
+def test_a_replica_begins_with_what_fills_its_engine(ranks: int, max_running: int | None, own: list[list[int]]):
     queues, added = open_queues(ranks, max_running)
     for queue, expected in zip(queues, own, strict=True):
         for _ in expected:

@@ -106,9 +106,7 @@ def test_the_opening_of_a_chat_ends_its_last_message_of_the_user() -> None:
     assert (row.prompt, row.messages) == ("c\n\no", (*first, {"role": "user", "content": "c\n\no"}))
 
 
-def stream(
-    source: PromptSourceConfig, seed: int = 0, tokenizer: Letters | None = None, **section: Any
-) -> Any:
+def stream(source: PromptSourceConfig, seed: int = 0, tokenizer: Letters | None = None, **section: Any) -> Any:
     return build_prompts(DataSection(train=source, **section), "train", tokenizer or Letters(), seed)
 
 
@@ -119,9 +117,7 @@ def write_jsonl(path: Path, records: list[Any]) -> PromptSourceConfig:
 
 @pytest.fixture
 def ten(tmp_path: Path) -> PromptSourceConfig:
-    return write_jsonl(
-        tmp_path / "ten.jsonl", [{"prompt": f"q{i}", "answer": i, "level": i % 3} for i in range(10)]
-    )
+    return write_jsonl(tmp_path / "ten.jsonl", [{"prompt": f"q{i}", "answer": i, "level": i % 3} for i in range(10)])
 
 
 def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -> None:
@@ -313,9 +309,7 @@ def test_errors_name_file_and_line(tmp_path: Path, content: str, message: str) -
 def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompts": ["q"]}), tmp_path / "typo.parquet")
     (tmp_path / "empty").mkdir()
-    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(
-        str(tmp_path / "d")
-    )
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(str(tmp_path / "d"))
     cases = [
         ("jsonl", "missing.jsonl", "no such file"),
         ("jsonl", "empty", "is a directory"),

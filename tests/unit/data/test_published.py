@@ -37,7 +37,7 @@ configs:
     path: socratic/train-*
 ---
 """
-ASK = 'Solve the problem. The last line must be of the form Answer: $Answer.\n\nWhat is {}?\n\nUse a line of its own.'
+ASK = "Solve the problem. The last line must be of the form Answer: $Answer.\n\nWhat is {}?\n\nUse a line of its own."
 
 
 def gsm8k(question: str, steps: str) -> dict[str, Any]:

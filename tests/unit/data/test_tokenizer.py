@@ -26,9 +26,7 @@ def save(path: Path, template: str | None = TEMPLATE, eos: str | None = "<|end|>
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
-    fast.add_special_tokens(
-        {"additional_special_tokens": ["<|user|>", "<|system|>", "<|assistant|>", "<|end|>"]}
-    )
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|system|>", "<|assistant|>", "<|end|>"]})
     fast.chat_template = template
     fast.save_pretrained(str(path))
     return path

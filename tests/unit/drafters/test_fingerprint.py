@@ -55,9 +55,7 @@ def test_a_drafter_of_another_policy_is_refused_unless_asked_for(tmp_path, draft
     trained = policy(tmp_path / "trained", seed=1)
     (problem,) = problems(drafter, trained)
     assert problem.startswith(f"rollout.speculation.drafter_path = {str(drafter)!r}: was made for a policy")
-    assert (
-        "with another embedding than" in problem and "rollout.speculation.allow_other_policy=true" in problem
-    )
+    assert "with another embedding than" in problem and "rollout.speculation.allow_other_policy=true" in problem
     assert problems(drafter, trained, allow_other_policy=True) == []
     (trained / "drafter").mkdir()  # as `export` leaves it
     assert f"than {trained} ({trained / 'drafter'} is that policy's);" in problems(drafter, trained)[0]

@@ -80,9 +80,7 @@ def test_local_before_setup_names_the_next_step(tmp_path):
 )
 def test_time_limits_are_read_in_all_of_slurms_forms(limit, hours):
     script = f'source "{ROOT}/slurm/common.sh"; hours_of "$1"'
-    done = subprocess.run(
-        ["bash", "-c", script, "_", limit], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run(["bash", "-c", script, "_", limit], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == hours
 
 

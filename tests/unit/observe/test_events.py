@@ -38,11 +38,7 @@ def test_an_error_is_noted_and_written_at_once(tmp_path):
 
 
 def test_the_buffer_is_written_at_exit(tmp_path):
-    code = (
-        "import sys\n"
-        "from megatron_tlt.observe.events import EventLog\n"
-        "EventLog(sys.argv[1], 0).instant('last', 1)\n"
-    )
+    code = "import sys\nfrom megatron_tlt.observe.events import EventLog\nEventLog(sys.argv[1], 0).instant('last', 1)\n"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
     assert read_events(tmp_path, 0)[-1]["name"] == "last"
 

@@ -17,9 +17,7 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = self.most = 0
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.most)
-        monkeypatch.setattr(
-            torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "most", self.now)
-        )
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "most", self.now))
 
     def use(self, *sizes: int) -> None:
         """Allocates MiB; negative ones are freed."""

@@ -19,9 +19,7 @@ from tests.helpers.synthetic_run import write_run
 
 
 def charts(page) -> dict[str, Chart]:
-    return {
-        part.title: part for section in page.sections for part in section.parts if isinstance(part, Chart)
-    }
+    return {part.title: part for section in page.sections for part in section.parts if isinstance(part, Chart)}
 
 
 def samples(page) -> list:
@@ -45,9 +43,7 @@ def test_charts_have_points_and_those_without_data_are_left_out(tmp_path, option
     whole = charts(run_page(read_run(write_run(tmp_path / "whole"))))
     part = charts(run_page(read_run(write_run(tmp_path / "part", **options))))
     assert len(whole) == 6 and whole.keys() - part.keys() == missing
-    assert all(
-        any(trace.x is not None and len(trace.x) for trace in chart.figure.data) for chart in part.values()
-    )
+    assert all(any(trace.x is not None and len(trace.x) for trace in chart.figure.data) for chart in part.values())
 
 
 def test_the_teachers_kl_is_in_the_learning_chart(tmp_path):
@@ -141,7 +137,7 @@ def test_a_reward_that_failed_and_tokens_that_are_not_shown_are_named(tmp_path):
     page = run_page(run)
     first, second = samples(page)[:2]
     assert first["verdict"] == "not judged" and "reward failed: exact: no result within 10 s" in first["facts"]
-    assert "<b class=\"muted\">not judged</b>" in page.html()
+    assert '<b class="muted">not judged</b>' in page.html()
     assert first["parts"][0][1][-1] == ("", " … (1200 tokens)")
     assert not any("tokens)" in text for _, text in second["parts"][0][1])
 

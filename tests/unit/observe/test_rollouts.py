@@ -57,9 +57,7 @@ def test_digests_see_every_token_reward_and_place():
 
 def test_speculation_is_summed_over_ranks():
     stats = [
-        SpeculationStats(
-            {"none": 3, "a_1": 2}, drafted_at=[5, 4], accepted_at=[3], by_batch={3: [3, 7], 4: [4, 5]}
-        ),
+        SpeculationStats({"none": 3, "a_1": 2}, drafted_at=[5, 4], accepted_at=[3], by_batch={3: [3, 7], 4: [4, 5]}),
         SpeculationStats({"a_1": 5}, drafted_at=[1, 1, 1], accepted_at=[1, 1], by_batch={1: [9, 20]}),
     ]
     row = step_row([rank_row(EngineStats(speculation=s), []) for s in stats])

@@ -24,9 +24,7 @@ def sequence(prompt: int, index: int, response: int) -> TrainSequence:
     return TrainSequence(Trajectory(prompt, index, tokens, logprobs), *floats, weight=0.5)
 
 
-BATCH = TrainBatch(
-    [[sequence(0, 0, 3), sequence(0, 1, 1)], [], [sequence(1, 0, 4)]], [2.0, 0.0, 1.0], 0.7, {"a": 1.0}
-)
+BATCH = TrainBatch([[sequence(0, 0, 3), sequence(0, 1, 1)], [], [sequence(1, 0, 4)]], [2.0, 0.0, 1.0], 0.7, {"a": 1.0})
 
 
 def watch(run_dir: Path, limit: int, rank: int = 0, dims: Dims | None = None) -> NonFiniteGuard:

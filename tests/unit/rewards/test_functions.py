@@ -113,9 +113,7 @@ def test_task_uses_the_tasks_own_verifier() -> None:
     numbers = {"task_name": "countdown", "task_entry": entry}
     numbers["task_params"] = {"min_numbers": 3, "max_numbers": 3}
     expression = entry["metadata"]["expression"]
-    assert judged(
-        f"<answer>{expression}</answer>", RewardConfig(name="task", pattern=TAG), **numbers
-    ).correct
+    assert judged(f"<answer>{expression}</answer>", RewardConfig(name="task", pattern=TAG), **numbers).correct
     reverse = f"({expression}) + 0"
     assert judged(reverse, RewardConfig(name="task"), **numbers).value < 1.0
     assert judged("nothing", RewardConfig(name="task", pattern=TAG), **numbers).value == 0.0
@@ -198,9 +196,7 @@ def test_values_are_weighted_and_correct_means_all_that_count() -> None:
     form = RewardConfig(name="format", pattern=r".* = \d+", weight=0.25, threshold=None)
     result = judged("6 x 7 = 42", exact, form, answer="42")
     assert result == RewardResult(1.25, True, {"exact": 1.0, "format": 1.0})
-    assert judged("6 x 7 = 42!", exact, form, answer="42") == RewardResult(
-        1.0, True, {"exact": 1.0, "format": 0.0}
-    )
+    assert judged("6 x 7 = 42!", exact, form, answer="42") == RewardResult(1.0, True, {"exact": 1.0, "format": 0.0})
     strict = form.model_copy(update={"threshold": 1.0})
     assert not judged("6 x 7 = 42!", exact, strict, answer="42").correct
     assert not judged("6 x 7 = 42", form).correct  # nothing counts

@@ -16,9 +16,7 @@ from typing import Any
 NOT_A_FUNCTION = 3
 
 
-def good(
-    prompt: str, answer: str | None, response: str, metadata: dict[str, Any], bonus: float = 0.0
-) -> float:
+def good(prompt: str, answer: str | None, response: str, metadata: dict[str, Any], bonus: float = 0.0) -> float:
     return float(response == answer) + bonus
 
 

@@ -48,16 +48,12 @@ class CountingTp:
         return tensor.new_empty(self.size, *tensor.shape)
 
 
-def decoder_of(
-    config: ModelConfig, tp: CountingTp | None = None, aux_layers: tuple[int, ...] = ()
-) -> TorchDecoder:
+def decoder_of(config: ModelConfig, tp: CountingTp | None = None, aux_layers: tuple[int, ...] = ()) -> TorchDecoder:
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
     from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 
     decoder = TorchDecoder(config, META, torch.bfloat16, tp, paged=attend, ops=FUSED, aux_layers=aux_layers)
-    decoder.load_weights(
-        (name, torch.empty(shape, device=META)) for name, shape in config.parameter_shapes().items()
-    )
+    decoder.load_weights((name, torch.empty(shape, device=META)) for name, shape in config.parameter_shapes().items())
     return decoder
 
 

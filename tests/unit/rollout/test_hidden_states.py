@@ -45,9 +45,7 @@ def collecting(engine: Engine) -> list[HiddenStateSample]:
 def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample]) -> int:
     """Responses `jobs`; what was collected is complete and right. Returns how many rows were compared."""
     requests = [
-        r
-        for prompt_id, prompt, params, n in jobs
-        for r in engine.add(prompt, params, prompt_id, num_samples=n)
+        r for prompt_id, prompt, params, n in jobs for r in engine.add(prompt, params, prompt_id, num_samples=n)
     ]
     requests[0].given = ((0, 1),)
     run_out(engine)

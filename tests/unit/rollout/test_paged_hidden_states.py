@@ -32,9 +32,7 @@ def test_pages_hold_what_was_written_last(dtype: torch.dtype) -> None:
         else:
             src, dst = rng.sample(range(BLOCKS), 2), rng.sample(range(BLOCKS), 2)
             pages.copy_blocks(src, dst)
-            copied = {
-                b * SIZE + i: known[a * SIZE + i] for a, b in zip(src, dst, strict=True) for i in range(SIZE)
-            }
+            copied = {b * SIZE + i: known[a * SIZE + i] for a, b in zip(src, dst, strict=True) for i in range(SIZE)}
             known |= copied
         blocks, count = rng.sample(range(BLOCKS), 3), rng.randint(0, 3 * SIZE)
         want = [known[blocks[p // SIZE] * SIZE + p % SIZE] for p in range(count)]

@@ -42,7 +42,5 @@ def test_a_least_cumulative_acceptance_ends_drafts_early():
     section = AcceptanceSection(rates=(0.7,))
     draft = draft_of(section, DraftStrategy("trained", 8, 0.3))
     assert 0 < draft.counts.mean() < 8
-    none = AcceptanceModel(section).draft(
-        DraftStrategy("trained", 8), np.zeros(3, int), np.random.default_rng(0)
-    )
+    none = AcceptanceModel(section).draft(DraftStrategy("trained", 8), np.zeros(3, int), np.random.default_rng(0))
     assert none.counts.sum() == 0 and none.passes == 0

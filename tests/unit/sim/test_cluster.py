@@ -9,9 +9,7 @@ from tests.helpers.sim import sim_config
 def test_updates_cost_operations_over_the_gpus():
     cluster, responses = Cluster(sim_config()), np.full(1000, 10)
     assert cluster.update(responses) == pytest.approx(8 * 7.6157e9 * 1e4 / (8 * 989e12 * 0.35), rel=0.001)
-    assert Cluster(sim_config("cluster.nodes=2")).update(responses) == pytest.approx(
-        cluster.update(responses) / 2
-    )
+    assert Cluster(sim_config("cluster.nodes=2")).update(responses) == pytest.approx(cluster.update(responses) / 2)
     assert cluster.logprobs(responses) == pytest.approx(cluster.update(responses) / 2)  # 2 x 2 of 8
     measured = Cluster(sim_config("training.update_us_per_token=80", "training.update_ms=500"))
     assert measured.update(responses) == pytest.approx(0.5 + 80e-6 * 10_000 / 4)  # 4 replicas of tp 2

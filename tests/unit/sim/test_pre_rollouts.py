@@ -1,6 +1,5 @@
 """Pre-rollouts: tiny cases by hand, no drift at all and nothing but drift, and the drift that was measured."""
 
-
 import numpy as np
 import pytest
 

@@ -43,9 +43,7 @@ def test_seconds_are_those_of_the_exact_engine(name):
 
 
 def test_memory_pressure_preempts_in_both():
-    config = sim_config(
-        "rollout.kv_cache_mib=160", "rollout.speculation.drafter=none", "workload.prompt_tokens=64"
-    )
+    config = sim_config("rollout.kv_cache_mib=160", "rollout.speculation.drafter=none", "workload.prompt_tokens=64")
     exact, simulated = both(config, groups_of(2, 4, 4, 400.0))
     assert exact.preemptions > 0
     assert simulated.preemptions > 0

@@ -50,9 +50,7 @@ def test_empirical_lengths_are_distributed_like_their_values():
 def test_lengths_come_from_files(tmp_path):
     plain, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("5\n7\n\n6\n")
-    first = (
-        '{"token_ids": [1, 2, 3], "text": "a\u2028b\u0085c"}'  # two line ends of Unicode, none of the file
-    )
+    first = '{"token_ids": [1, 2, 3], "text": "a\u2028b\u0085c"}'  # two line ends of Unicode, none of the file
     rows.write_text(first + '\n{"tokens": 9}\n{"tokens": [4, 8]}\n', encoding="utf-8")
     section = sim_config().workload.lengths
 
@@ -65,9 +63,7 @@ def test_lengths_come_from_files(tmp_path):
 
 def test_lengths_come_from_a_run(tmp_path):
     row = {"length/median": 50.0, "length/p95": 220.0, "length/max": 448.0, "rollout/samples": 256.0}
-    (tmp_path / "metrics.jsonl").write_text(
-        "\n".join(json.dumps({"step": i, **row}) for i in range(3)) + "\n"
-    )
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(3)) + "\n")
     section = sim_config().workload.lengths.model_copy(update={"path": str(tmp_path)})
     lengths = quantiles_of(section)
     assert np.median(lengths) == pytest.approx(50, rel=0.02)

@@ -15,9 +15,7 @@ QUOTED = str(ROOT).replace(" ", r"\ ")  # as bash's %q prints it
 def run(script, *words, root=ROOT, cwd=ROOT, **variables):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTHON", "CONTAINER", "MPI"))}
     command = [str(root / script), *map(str, words)]
-    return subprocess.run(
-        command, env=kept | variables, cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(command, env=kept | variables, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def srun_line(done):
@@ -209,9 +207,7 @@ REQUEUE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("variables", "job"), [("", "7"), ("SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3;", "7_3")]
-)
+@pytest.mark.parametrize(("variables", "job"), [("", "7"), ("SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=3;", "7_3")])
 def test_a_job_is_requeued_by_its_own_name_also_where_nothing_can_be_written(variables, job):
     """The first task of an array may have the array's number, which means all of its tasks."""
     said = in_common(f"{variables} {REQUEUE} exec 3>&1; (requeue_or_exit) 2>&3 >/dev/full").splitlines()
@@ -233,9 +229,7 @@ def test_the_exit_code_is_what_the_ranks_noted(srun, noted, code):
 
 def test_a_signal_that_comes_when_the_child_has_just_ended_does_not_change_its_code():
     """`wait` comes back with 138, and then the child is mostly gone, and its code with it."""
-    script = (
-        "trap : USR1; (sleep 0.1; kill -USR1 $$; exit 3) & wait_for $!; echo $rc $lost $(exit_code $rc 0)"
-    )
+    script = "trap : USR1; (sleep 0.1; kill -USR1 $$; exit 3) & wait_for $!; echo $rc $lost $(exit_code $rc 0)"
     said = {in_common(script) for _ in range(8)}
     assert said and said <= {"1 1 0", "3 0 3"}
 

@@ -42,9 +42,7 @@ WEIGHTS = {f"w{i}": torch.randn(1 << 17) for i in range(5)}  # half a MiB each
 
 def test_push_is_begin_buckets_finish():
     backend = RecordingBackend()
-    metrics = BucketedSync(SyncSection(bucket_mib=1, verify=True), backend, OneRank()).push(
-        WEIGHTS.items(), version=3
-    )
+    metrics = BucketedSync(SyncSection(bucket_mib=1, verify=True), backend, OneRank()).push(WEIGHTS.items(), version=3)
     assert backend.calls == [("begin", 3), ("bucket", 2), ("bucket", 2), ("bucket", 1), ("finish",)]
     assert metrics["sync/mib"] == 2.5
     assert all(torch.equal(backend.held[name], tensor) for name, tensor in WEIGHTS.items())

@@ -17,9 +17,7 @@ from megatron_tlt.trainer.device_memory import (
 
 
 def world(device, others=()):
-    return SimpleNamespace(
-        device=torch.device(device), local_size=4, all_gather_object=lambda mine: [mine, *others]
-    )
+    return SimpleNamespace(device=torch.device(device), local_size=4, all_gather_object=lambda mine: [mine, *others])
 
 
 def config(*overrides):

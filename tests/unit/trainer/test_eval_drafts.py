@@ -26,9 +26,7 @@ from tests.helpers.tiny_models import random_weights
 
 CONFIG, RUNNING, SAMPLES = small_config("qwen3"), 6, 2
 WEIGHTS, NOISE = random_weights(CONFIG, seed=5), random_weights(CONFIG, seed=6)
-POLICIES = [
-    [(n, w + step * z) for (n, w), (_, z) in zip(WEIGHTS, NOISE, strict=True)] for step in (0.0, 0.03, 0.06)
-]
+POLICIES = [[(n, w + step * z) for (n, w), (_, z) in zip(WEIGHTS, NOISE, strict=True)] for step in (0.0, 0.03, 0.06)]
 PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), "") for i in range(12)]
 PLENTY = 1 << 20
 Drafts = dict[tuple[int, int], np.ndarray]

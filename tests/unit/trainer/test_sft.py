@@ -24,9 +24,7 @@ def write(path, *lines):
 
 
 def test_the_completion_and_the_end_are_learned(tmp_path):
-    path = write(
-        tmp_path / "r.jsonl", '{"prompt": "ab", "completion": "cd"}', "", '{"prompt": "a", "completion": ""}'
-    )
+    path = write(tmp_path / "r.jsonl", '{"prompt": "ab", "completion": "cd"}', "", '{"prompt": "a", "completion": ""}')
     tokenizer = CharTokenizer()
     first, second = read(path)
     assert first.trajectory.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]

@@ -20,7 +20,9 @@ grandchild.terminate()
 print(grandchild.wait() if sys.argv[1] == "unblocked" else "alive", flush=True)
 grandchild.kill()
 """
-FORK = CHILD[: CHILD.index("grandchild")] + """
+FORK = (
+    CHILD[: CHILD.index("grandchild")]
+    + """
 sigterm_ends_forks()
 fork = os.fork()
 if fork == 0:
@@ -30,6 +32,7 @@ os.kill(fork, signal.SIGUSR1)
 os.kill(fork, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
 """
+)
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,7 @@ class NativeDecoder:
 def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int) -> None:
     """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
     a, b = _numbers(src), _numbers(dst)
-    if a.shape != b.shape or (
-        a.size and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)
-    ):
+    if a.shape != b.shape or (a.size and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)):
         raise BackendError(f"copy_blocks: blocks {a.tolist()} -> {b.tolist()} of {kv.num_blocks}")
     blocks = kv.data.view(2 * layers, kv.num_blocks, -1)
     for source, target in zip(a.tolist(), b.tolist(), strict=True):

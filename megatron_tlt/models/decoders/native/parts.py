@@ -116,9 +116,7 @@ class PackedLayers:
         self._weights = [{name: next(left) for name in of_layer} for of_layer in sizes]
         wide = {"qkv_bias": pad(qkv), "post_norm": pad(h)} | ({"input_norm": pad(h)} if input_norm else {})
         heads = {"q_norm": d, "k_norm": d} if config.qk_norm else {}
-        self._vectors = [
-            {name: torch.zeros(n) for name, n in (wide | heads).items()} for _ in range(config.num_layers)
-        ]
+        self._vectors = [{name: torch.zeros(n) for name, n in (wide | heads).items()} for _ in range(config.num_layers)]
         self.structures = (TltLayer * config.num_layers)()
         for layer, weights, vectors in zip(self.structures, self._weights, self._vectors, strict=True):
             for name, tensor in (weights | vectors).items():
@@ -174,9 +172,7 @@ class PackedLayers:
 class Forward:
     """A model's structure in C with its buffers, its rotary table and its all-reduce."""
 
-    def __init__(
-        self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, layers: PackedLayers
-    ):
+    def __init__(self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, layers: PackedLayers):
         self._tp, dtype = tp, layers.extra.dtype
         self._keep: list[Any] = [layers]  # owners of the memory that the structures point into
         self.reduce_error: BaseException | None = None  # why the last all-reduce failed

@@ -75,9 +75,7 @@ class StaticPlan:
     CUDA graph of it can be replayed on other values. The longest context may be M * block_size + Q.
     """
 
-    def __init__(
-        self, batch: DecoderInput, block_size: int, rows_each: int, first_visible: Tensor | None = None
-    ):
+    def __init__(self, batch: DecoderInput, block_size: int, rows_each: int, first_visible: Tensor | None = None):
         """`first_visible` [S]: no row sees a cached position before it."""
         sequences = batch.context_lens.shape[0]
         assert batch.positions.shape[0] == sequences * rows_each, "a static batch is full"

@@ -310,9 +310,7 @@ class TorchDecoder:
 
     def _experts(self, layer: dict[str, Tensor], h: Tensor, chosen: list[Tensor]) -> Tensor:
         """A layer's experts, and the one that all rows share (Qwen2-MoE)."""
-        gates, ids = self.ops.route(
-            h, layer["gate"], self.config.num_experts_per_tok, self.config.norm_topk_prob
-        )
+        gates, ids = self.ops.route(h, layer["gate"], self.config.num_experts_per_tok, self.config.norm_topk_prob)
         chosen.append(ids)
         mix = mix_alike if self._in_tiles else self.ops.mix_experts
         mixed = mix(h, gates, ids, layer["experts_gate_up"], layer["experts_down"])

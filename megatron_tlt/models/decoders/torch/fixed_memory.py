@@ -136,9 +136,7 @@ class FixedMemory:
     def _call(self, name: str, *arguments: Any) -> None:
         error = getattr(self._driver, name)(*arguments)
         if error == _OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError(
-                f"{name}: no {self.nbytes / 2**30:.2f} GiB are left on {self._device}"
-            )
+            raise torch.OutOfMemoryError(f"{name}: no {self.nbytes / 2**30:.2f} GiB are left on {self._device}")
         if error:
             raise BackendError(
                 f"{name} failed with CUDA driver error {error}; rollout.release_cache: false does without it"

@@ -101,9 +101,7 @@ class PagedPlan:
         longest = self.tables.shape[1] * block_size
         self.splits = splits or _splits(programs, longest, _processors(device))
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, own: Tensor | None = None, window: int = 0
-    ) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, own: Tensor | None = None, window: int = 0) -> Tensor:
         """q [T, Hq, D], keys and values [slots, Hkv, D] (one layer's cache, flat) -> [T, Hq, D]. With `own`
         [2, T, Hkv, D], keys and values of blocks as in `BlockPlan`; such a plan has a `first_visible`.
         """

@@ -14,11 +14,7 @@ from torch import Tensor
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
     """A copy of `values` on `device`."""
     made = torch.from_numpy(values)
-    return (
-        made.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else made.to(device, copy=True)
-    )
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device, copy=True)
 
 
 def indices(values: Sequence[int], device: torch.device) -> Tensor:

@@ -77,9 +77,7 @@ def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
     if b == "other":
         assert found.differing[0][0] == "model.layers.1.mlp.up_proj.weight"
         assert found.differing[0][1] == pytest.approx(0.5, abs=1e-6)
-        assert "model.layers.1.mlp.up_proj.weight: largest difference 0.5" in comparison_report(
-            one, two, found
-        )
+        assert "model.layers.1.mlp.up_proj.weight: largest difference 0.5" in comparison_report(one, two, found)
 
 
 def test_constants_of_the_model_are_compared_where_a_record_has_them(place, tmp_path):
@@ -113,9 +111,7 @@ def test_nan_zero_and_type_are_distinguished(place, tmp_path):
     def put(value):
         return lambda tensors: tensors["model.norm.weight"].__setitem__(0, value)
 
-    nan, nan2, zero, minus = (
-        changed(str(i), put(v)) for i, v in enumerate([torch.nan, torch.nan, 0.0, -0.0])
-    )
+    nan, nan2, zero, minus = (changed(str(i), put(v)) for i, v in enumerate([torch.nan, torch.nan, 0.0, -0.0]))
     assert compare_weights(nan, nan2).same_bits
     assert compare_weights(nan, zero).differing == [("model.norm.weight", float("inf"))]
     assert compare_weights(zero, minus).differing == [("model.norm.weight", 0.0)]
@@ -188,9 +184,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "mg"]
     config = json.loads((place / "hf" / "config.json").read_text())
     (place / "moe").mkdir()
-    (place / "moe" / "config.json").write_text(
-        json.dumps({**config, "architectures": ["Qwen3MoeForCausalLM"]})
-    )
+    (place / "moe" / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3MoeForCausalLM"]}))
     assert inspect_checkpoint.main([str(place / "hf"), "--quick"]) == 0
     assert convert_hf_to_megatron.main(["--hf", str(place / "moe"), "--out", out + "2"]) == 2
     assert "Qwen3MoeForCausalLM" in capsys.readouterr().err

@@ -109,9 +109,7 @@ def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg):
     edit(mg, num_hidden_layers=6)
     not_read(mg, "num_layers is 3, not 6")
     with pytest.raises(CheckpointError, match="of another model: family is 'qwen2', not 'qwen3'") as caught:
-        TorchDistReader(mg).check(
-            replace(HfDir(source[0]).config, family="qwen3", qk_norm=True, qkv_bias=False)
-        )
+        TorchDistReader(mg).check(replace(HfDir(source[0]).config, family="qwen3", qk_norm=True, qkv_bias=False))
     assert "layernorm" not in str(caught.value)
     (mg / "release" / "manifest.json").unlink()  # without a manifest the tensors are compared
     not_read(mg, "has 3 layers, the configuration says 6")
@@ -191,9 +189,7 @@ raise SystemExit(convert_hf_to_megatron.main())
 def test_an_interrupted_conversion_never_looks_whole(source, tmp_path, number, left):
     arguments = ["--hf", str(source[0]), "--out", str(tmp_path / "out")]
     command = [*fork_command(), "-c", SLOW, *arguments]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=rank_environment(), stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, env=rank_environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(5):
         assert process.stdout.readline() == "CHUNK\n"

@@ -84,9 +84,7 @@ def test_types_are_kept_or_chosen(models, tmp_path):
     for name, word in (("bf16", "bfloat16"), ("kept", "bfloat16"), ("widened", "float32")):
         config = json.loads((tmp_path / name / "config.json").read_text())
         assert config["dtype" if "dtype" in config else "torch_dtype"] == word
-    assert (
-        model.config.vocab_size == json.loads((tmp_path / "kept" / "config.json").read_text())["vocab_size"]
-    )
+    assert model.config.vocab_size == json.loads((tmp_path / "kept" / "config.json").read_text())["vocab_size"]
 
 
 def test_tokenizer_and_config_come_along(tmp_path, models):

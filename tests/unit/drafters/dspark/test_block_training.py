@@ -172,9 +172,7 @@ def test_the_loss_falls_and_the_served_drafter_is_the_trained_one_after_every_sy
         first, last = (np.mean([m["loss"] for m in part]) for part in (seen[:5], seen[-5:]))
         assert last < 0.9 * first
         weights = t.weights()
-        assert all(not torch.equal(weights[n], p) for n, p in t.model.named_parameters()), (
-            "the mean is served"
-        )
+        assert all(not torch.equal(weights[n], p) for n, p in t.model.named_parameters()), "the mean is served"
         served.load_weights(weights.items())
         assert all(torch.equal(served.model.state_dict()[n], w) for n, w in weights.items())
         now = drafts(served, text(t.model.config))
@@ -231,11 +229,7 @@ def published(out: Path, form: str, name: str) -> Path:
             "block_size": config.block_size,
             "aux_hidden_state_layer_ids": [i + 1 for i in config.aux_layers],
             "mask_token_id": config.mask_token_id,
-            **(
-                {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
-                if config.markov_rank
-                else {}
-            ),
+            **({"markov_rank": config.markov_rank, "markov_head_type": "vanilla"} if config.markov_rank else {}),
             **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
             **({n: v for n, v in nested.items() if n.startswith(("conv_", "selector_"))}),
         }
@@ -261,9 +255,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("form", "name"), FORMS)
-def test_an_overfitted_drafter_matches_at_every_slot_in_every_form(
-    tmp_path: Path, form: str, name: str
-) -> None:
+def test_an_overfitted_drafter_matches_at_every_slot_in_every_form(tmp_path: Path, form: str, name: str) -> None:
     saved = load_drafter(published(tmp_path / form, form, name), POLICY, WANTED)
     same = replace(
         saved.config.layer,

@@ -19,9 +19,7 @@ def numbered(length: int, prompt_len: int):
     return s
 
 
-@pytest.mark.parametrize(
-    ("length", "prompt_len", "size"), [(100, 10, 32), (65, 40, 32), (33, 2, 32), (300, 1, 17)]
-)
+@pytest.mark.parametrize(("length", "prompt_len", "size"), [(100, 10, 32), (65, 40, 32), (33, 2, 32), (300, 1, 17)])
 def test_windows_hold_every_base_once_at_its_position(length: int, prompt_len: int, size: int) -> None:
     whole = numbered(length, prompt_len)
     bases = []

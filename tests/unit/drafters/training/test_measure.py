@@ -41,10 +41,7 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def responses(*shapes: tuple[int, int]) -> list[DraftSequence]:
-    return [
-        replace(random_sequence(CONFIG, n, p, seed=i), key=request_key(7, i, 2))
-        for i, (n, p) in enumerate(shapes)
-    ]
+    return [replace(random_sequence(CONFIG, n, p, seed=i), key=request_key(7, i, 2)) for i, (n, p) in enumerate(shapes)]
 
 
 def run(
@@ -56,9 +53,7 @@ def run(
     return measure(model, *tables(), sequences, **sizes)
 
 
-def draft_from(
-    eagle: TorchEagle, s: DraftSequence, base: int, prompt_len: int, temperature: float
-) -> list[int]:
+def draft_from(eagle: TorchEagle, s: DraftSequence, base: int, prompt_len: int, temperature: float) -> list[int]:
     """The tokens that the decoder drafts behind place `base` of (a window of) a sequence."""
     kv, last = eagle.new_kv_cache(8, 16), s.offset + base
     pages = torch.zeros(128, CONFIG.hidden_size)

@@ -46,9 +46,7 @@ def sync(drafter: RunDrafter) -> tuple[torch.Tensor, int] | None:
     return torch.cat([tensor.flatten() for tensor in published[0].values()]), published[1]
 
 
-def one_step(
-    drafter: RunDrafter, version: int = 0, steps: int = 4, broken: bool = False, at_once: bool = True
-) -> dict:
+def one_step(drafter: RunDrafter, version: int = 0, steps: int = 4, broken: bool = False, at_once: bool = True) -> dict:
     """A rollout of three responses and a window; `broken`: hidden states that are not finite."""
     drafter.begin_step(version, lambda: lookup_tables(CONFIG))
     backend = Backend()

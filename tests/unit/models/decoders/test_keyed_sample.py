@@ -57,9 +57,7 @@ def test_tokens_and_logprobs_follow_the_definition(vocab: int) -> None:
     chosen = np.take_along_axis(noisy, token[:, None].astype(int), 1)[:, 0]
     assert np.all(best - chosen <= 1e-5)  # equal but for ties that fp32 cannot see
     assert (token == noisy.argmax(1)).mean() > 0.95
-    np.testing.assert_allclose(
-        logprob, np.take_along_axis(want, token[:, None].astype(int), 1)[:, 0], atol=3e-6
-    )
+    np.testing.assert_allclose(logprob, np.take_along_axis(want, token[:, None].astype(int), 1)[:, 0], atol=3e-6)
 
 
 def test_noise_is_accurate_everywhere_even_at_the_ends_of_the_hash() -> None:

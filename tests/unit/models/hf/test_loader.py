@@ -61,9 +61,7 @@ def test_a_failed_save_leaves_the_old_model(tmp_path) -> None:
     save_hf(tmp_path, CONFIG, random_weights(CONFIG, 0))
     with pytest.raises(CheckpointError, match="missing"):
         save_hf(tmp_path, CONFIG, random_weights(CONFIG, 1)[:-1])
-    assert torch.equal(
-        stored(tmp_path)["model.norm.weight"], dict(random_weights(CONFIG, 0))["model.norm.weight"]
-    )
+    assert torch.equal(stored(tmp_path)["model.norm.weight"], dict(random_weights(CONFIG, 0))["model.norm.weight"])
     with pytest.raises(CheckpointError, match="shape"):
         save_hf(tmp_path, CONFIG, [("model.norm.weight", torch.zeros(3))])
 
@@ -78,9 +76,7 @@ def test_transformers_and_we_read_each_other(family: str, tmp_path) -> None:
     assert all(torch.equal(theirs[n], w) for n, w in named_weights(model))
     assert ModelConfig.from_hf(tmp_path / "theirs") == model_config(model)
     save_hf(tmp_path / "ours", model_config(model), named_weights(model), max_shard_bytes=100_000)
-    assert set(weight_files(tmp_path / "ours")) == set(
-        weight_files(tmp_path / "theirs")
-    )  # experts one by one
+    assert set(weight_files(tmp_path / "ours")) == set(weight_files(tmp_path / "theirs"))  # experts one by one
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto", attn_implementation="eager")
     ids = torch.arange(60)[None]
     with torch.no_grad():

@@ -22,9 +22,7 @@ def play(selector, running, seconds, rng=None, times=1):
     for _ in range(times):
         arm = selector.select(running)
         took = seconds[arm.name] * (rng.lognormal(0, 0.3) if rng is not None else 1.0)
-        selector.record(
-            measured(arm, running, 2 * running, np.full(running, 2, np.int32), 0.3 * took, 0.7 * took)
-        )
+        selector.record(measured(arm, running, 2 * running, np.full(running, 2, np.int32), 0.3 * took, 0.7 * took))
         names.append(arm.name)
     return names
 
@@ -89,8 +87,6 @@ def test_exploration_decays_with_the_steps_of_its_own_bucket():
     play(selector, 4, EQUAL, times=100)
     assert selector.epsilon(4) == pytest.approx(0.4 * 0.99**100)
     assert selector.epsilon(1) == 0.4
-    explored = [
-        name for name in play(bandit(epsilon=0.4, decay=1.0), 4, EQUAL, times=2000)[4:] if name != NAMES[0]
-    ]
+    explored = [name for name in play(bandit(epsilon=0.4, decay=1.0), 4, EQUAL, times=2000)[4:] if name != NAMES[0]]
     assert 0.25 * 2000 < len(explored) < 0.35 * 2000  # a quarter of the draws falls on the best arm
     assert set(explored) == set(NAMES[1:])

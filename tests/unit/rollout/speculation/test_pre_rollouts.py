@@ -232,9 +232,7 @@ def test_equal_whatever_was_pre_rolled(family: str, name: str):
     if name == "dspark":
         shape = BlockConfig.of(config, BlockShape(2, (0,), 6, 0, 7, False, 8, (0, 9)))
     for blocks in (200, 10):
-        engine = speculating_engine(
-            config, weights, speculation=DRAFTERS[name], shape=shape, num_blocks=blocks
-        )
+        engine = speculating_engine(config, weights, speculation=DRAFTERS[name], shape=shape, num_blocks=blocks)
         for kind, drafts in kinds_of_drafts(right).items():
             assert run(engine, jobs, drafts) == expected, kind
             stats = stats_of(engine)

@@ -130,8 +130,7 @@ def test_tokens_of_plain_steps_are_read_before_the_next_draft() -> None:
         if step in (30, 59):
             assert check_against_naive(table, table.propose(), CHAIN) > 0
     lengths = [
-        table.drafter._lib.tlt_suffix_length(table.drafter._pool, *table.drafter._sequences[r.order])
-        for r in requests
+        table.drafter._lib.tlt_suffix_length(table.drafter._pool, *table.drafter._sequences[r.order]) for r in requests
     ]
     assert lengths[1] == len(requests[1].output) > 20
     assert [lengths[r.order] for r in table.rows.requests] == table.rows.output_len[:2].tolist()

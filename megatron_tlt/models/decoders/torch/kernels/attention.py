@@ -65,9 +65,7 @@ def attend(
             num_warps=warps,
         )
     if splits > 1:
-        _combine[(rows, heads)](
-            part, tops, totals, out, rows, HEADS=heads, D=d, D_PADDED=padded, SPLITS=splits
-        )
+        _combine[(rows, heads)](part, tops, totals, out, rows, HEADS=heads, D=d, D_PADDED=padded, SPLITS=splits)
     return out
 
 

@@ -145,9 +145,7 @@ def _top_p_bound(line, vocab, divisor, top, drop, low, N: tl.constexpr):  # type
         bound = tl.where(below <= room, tried, bound)
     _, below = _between(line, vocab, divisor, top, low, bound, N)
     count, weight = _between(line, vocab, divisor, top, tl.maximum(low, bound), bound + 1, N)
-    return tl.maximum(low, bound), ((room - below) // tl.maximum(weight // tl.maximum(count, 1), 1)).to(
-        tl.int32
-    )
+    return tl.maximum(low, bound), ((room - below) // tl.maximum(weight // tl.maximum(count, 1), 1)).to(tl.int32)
 
 
 @jit

@@ -118,9 +118,7 @@ class Linear(_Module):
 class LayerNormLinear(Linear):
     """RMSNorm, then `Linear`."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, eps: float, normalization: str, **options: Any
-    ):
+    def __init__(self, in_features: int, out_features: int, *, eps: float, normalization: str, **options: Any):
         assert normalization == "RMSNorm" and not options.pop("zero_centered_gamma")
         assert not options.pop("return_layernorm_output")
         super().__init__(in_features, out_features, **options)

@@ -43,10 +43,7 @@ def ragged(contexts: list[tuple[int, int]], block_size: int, seed: int = 0) -> D
 
 def cache_and_queries(rows: int, heads: int, kv_heads: int, d: int, slots: int, dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
-    made = [
-        torch.randn(n, h, d, generator=generator)
-        for n, h in ((rows, heads), (slots, kv_heads), (slots, kv_heads))
-    ]
+    made = [torch.randn(n, h, d, generator=generator) for n, h in ((rows, heads), (slots, kv_heads), (slots, kv_heads))]
     return [t.to(DEVICE, dtype) for t in made]
 
 

@@ -29,9 +29,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 # Triton's interpreter has no bf16 products
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_go_to_their_experts(
-    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_go_to_their_experts(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, hidden, count, k, width = shape
     monkeypatch.setattr(experts, "_SCANNED", 64)  # several turns of a loop that would need thousands of rows
     h, router = normal(rows, hidden, dtype=dtype, seed=1) * 8, normal(count, hidden, dtype=dtype, seed=2)

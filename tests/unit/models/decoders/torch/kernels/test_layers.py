@@ -39,9 +39,7 @@ def test_sum_and_norm(dtype: torch.dtype, hidden: int) -> None:
 
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(7, 1, 24), (4, 2, 16), (0, 2, 16)])
-def test_rotation_fills_the_cache(
-    dtype: torch.dtype, has_norms: bool, heads: int, kv_heads: int, d: int
-) -> None:
+def test_rotation_fills_the_cache(dtype: torch.dtype, has_norms: bool, heads: int, kv_heads: int, d: int) -> None:
     """Slots in any order, int32 and int64; what no row names stays. Also of keys and values without queries."""
     qkv, angle = normal(6, (heads + 2 * kv_heads) * d, dtype=dtype), normal(6, d // 2)
     rope = torch.cat([angle.cos(), angle.sin()], -1)

@@ -121,6 +121,4 @@ def test_among_equal_candidates_the_lowest_ids_come_first() -> None:
 def test_half_precision_logits_are_read_as_they_are() -> None:
     logits, rows = logits_of(8, 300).bfloat16(), rows_of(8)
     sampler = Sampler(DEVICE, kernel=sampling.draw)
-    assert (
-        sampler.sample(logits, rows)[0].tolist() == Sampler(DEVICE).sample(logits.float(), rows)[0].tolist()
-    )
+    assert sampler.sample(logits, rows)[0].tolist() == Sampler(DEVICE).sample(logits.float(), rows)[0].tolist()
