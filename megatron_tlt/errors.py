@@ -130,8 +130,11 @@ class BackendError(TltError):
 
 
 class RewardError(TltError):
-    """A reward function that cannot be loaded, or a rollout in which every one failed on every response (a failure on
-    some responses is recorded, not raised)."""
+    """A reward function that cannot be loaded (its failure on some responses is recorded, not raised)."""
+
+
+class UnjudgedError(RewardError):
+    """A rollout in which every reward failed on every response. Of every rank alike."""
 
 
 class EnvError(TltError):
@@ -160,7 +163,8 @@ class RunDirectoryError(TltError):
 
 
 class TrainingError(TltError):
-    """Training that cannot go on: its updates are not finite any more, or no step finds a group with a gradient."""
+    """Training that cannot go on: its updates are not finite any more, or no step finds a group with a gradient. Of
+    every rank alike."""
 
 
 class DrafterError(TltError):

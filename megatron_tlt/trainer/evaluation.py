@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_tlt.distributed.exchange import gather_columns
-from megatron_tlt.errors import RewardError
+from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.trainer.pre_rollouts import exchanged
@@ -102,12 +102,10 @@ class Evaluator:
         step: int,
         stop: GracefulShutdown | None = None,
         progress: ProgressDisplay | None = None,
-        before_error: Callable[[], None] = lambda: None,
     ) -> EvalResult:
         """Evaluates the engine's present policy; `progress` shows the finished responses of this rank's engine.
 
-        Collective. Raises GracefulExit if `stop` cuts it short, and RewardError where no response was judged, on every
-        rank after `before_error`.
+        Collective. Raises GracefulExit if `stop` cuts it short, and UnjudgedError where no response was judged.
         """
         num_samples = self._section.samples_per_prompt
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
@@ -129,8 +127,7 @@ class Evaluator:
         failures = self._rewards.score(groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         if why := why_unjudged(self._world.all_gather_object(judged_of(groups))):
-            before_error()
-            raise RewardError(f"evaluation at step {step}: {why}")
+            raise UnjudgedError(f"evaluation at step {step}: {why}")
         if failures is not None:
             _log.warning(failures)
         rows = [

@@ -128,7 +128,7 @@ class RLTrainer(Job):
         if self.evaluator is None or not self._is_evaluation_due():
             return False
         with self.metrics.phase("eval"):
-            result = self.evaluator.run(self.state.step, self.shutdown, before_error=self.checkpoints.wait)
+            result = self.evaluator.run(self.state.step, self.shutdown)
         self.sampler.take_stats()  # tokens of the evaluation are not counted as rollout
         self.state.evaluations.append(result)
         self.metrics.log_eval(result)

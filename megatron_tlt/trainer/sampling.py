@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.errors import RewardError
+from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
 from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
@@ -83,7 +83,7 @@ class GroupSampler:
         """Of this rank in `step` (1-based): the groups to train on; all that were scored, also those that dynamic
         sampling drops; metrics of rollout cache, carried groups and dynamic sampling. Collective.
 
-        Raises GracefulExit after a signal, RewardError where no response of a rollout was judged.
+        Raises GracefulExit after a signal, UnjudgedError where no response of a rollout was judged.
         """
         section, num_prompts = self.config.algorithm, self.config.train.prompts_per_step
         kept: list[SampleGroup] = []
@@ -106,8 +106,7 @@ class GroupSampler:
                 ids = sorted(prompt_id for of_rank, _, _ in everywhere for prompt_id in of_rank)
                 dropped = sum((of_rank for *_, of_rank in everywhere), dropped)
                 if why := why_unjudged([judged for _, judged, _ in everywhere]):
-                    self.recovery.checkpoints.wait()  # every rank: the save under way would end with the process
-                    raise RewardError(f"step {step}: {why}")
+                    raise UnjudgedError(f"step {step}: {why}")
             if failures is not None:
                 _log.warning(failures)
             if len(ids) >= num_prompts:

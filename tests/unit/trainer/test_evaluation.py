@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.run import EvalSection
-from megatron_tlt.errors import RewardError
+from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.trainer.evaluation import Evaluator, pass_at_k, summarise
 from megatron_tlt.trainer.turn_metrics import turn_columns
 from megatron_tlt.types import Prompt, RewardResult, Sample, SamplingParams
@@ -88,7 +88,5 @@ def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(cap
     assert (result.failures, result.pass_at["1"], result.metrics()["eval/failures"]) == (3, 0.25, 3.0)
     assert caplog.messages == ["some failed"]
     assert evaluator_of(failed=4, judged_elsewhere=1).run(5).failures == 4
-    waited = []
-    with pytest.raises(RewardError, match=r"^evaluation at step 5: .* failed on every response .*: no judge"):
-        evaluator_of(failed=4).run(5, before_error=lambda: waited.append(True))
-    assert waited == [True], "a save under way would end with the process"
+    with pytest.raises(UnjudgedError, match=r"^evaluation at step 5: .* failed on every response .*: no judge"):
+        evaluator_of(failed=4).run(5)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import CheckpointError, TrainingError
+from megatron_tlt.errors import CheckpointError, TrainingError, UnjudgedError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -132,13 +132,14 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
     assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
 
 
-def test_training_that_cannot_go_on_ends_once_the_save_under_way_is_done(tmp_path):
+@pytest.mark.parametrize("error", [TrainingError, UnjudgedError])
+def test_training_that_cannot_go_on_ends_once_the_save_under_way_is_done(tmp_path, error):
     class Lost(Counting):
         def save_if_due(self) -> None:
             super().save_if_due()
-            raise TrainingError("no group has a gradient")
+            raise error("no group has a gradient")
 
     job = Lost(tmp_path, Kept(), Signals())
-    with pytest.raises(TrainingError):
+    with pytest.raises(error):
         job.run()
     assert job.checkpoints.is_waited_for and not job.finished

@@ -13,7 +13,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import RewardError, TrainingError
+from megatron_tlt.errors import TrainingError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
@@ -43,7 +43,6 @@ class Ranks:
         self.asked: list[list[int]] = []
         self.shown: list[tuple[int, int, int]] = []
         self.history: list[PastResponse] = []
-        self.saves_waited_for = 0
 
     def lookup_tables(self) -> Any:
         """No drafter reads them."""
@@ -59,9 +58,6 @@ class Ranks:
 
     def wait_for_all(self) -> None:
         """There is one rank."""
-
-    def wait_for_save(self) -> None:
-        self.saves_waited_for += 1
 
     def heartbeat(self, **figures: Any) -> None:
         self.heartbeats.append(figures)
@@ -131,7 +127,6 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
             generate=lambda call: (ranks.generate(call), False),
             may_stop=lambda *_: None,
             end_rollouts=lambda: {"rollout_cache/reused": 0.0},
-            checkpoints=SimpleNamespace(wait=ranks.wait_for_save),
         ),
         metrics=ranks,
     )  # type: ignore[arg-type]
@@ -193,12 +188,11 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
 
 
 def test_a_rollout_of_which_nothing_was_judged_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    sampler = sampler_of(ranks := Ranks(), rounds=1)
+    sampler = sampler_of(Ranks(), rounds=1)
     sampler.rewards.failure = "f: no such luck"  # type: ignore[attr-defined]
-    with pytest.raises(RewardError, match=r"^step 4: .* failed on every response .* one of them: f: no such luck"):
+    with pytest.raises(UnjudgedError, match=r"^step 4: .* failed on every response .* one of them: f: no such luck"):
         sampler.sample(4)
     assert not caplog.records, "the error says it"
-    assert ranks.saves_waited_for == 1, "the save under way would end with the process"
 
 
 def test_groups_are_scored_when_their_last_member_has_ended() -> None:
