@@ -60,15 +60,21 @@ if TYPE_CHECKING:
 
 def uses_transformer_engine(actor: ActorSection) -> bool:
     """Whether `layer_spec` resolves to Transformer Engine here: auto does where its attention takes packed rows. Raises
-    ConfigError if it is configured and missing.
+    ConfigError if it is configured and missing, or has no kernel for packed rows.
     """
+    if actor.layer_spec == "local":
+        return False
     is_installed = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
-    if actor.layer_spec == "transformer_engine" and not is_installed:
+    takes_rows = is_installed and _has_packed_attention()
+    if actor.layer_spec == "auto":
+        return takes_rows and actor.dtype == "bf16"
+    if not is_installed:
         allowed = "needs CUDA and the package transformer_engine; local or auto"
         raise ConfigError.of("actor.layer_spec", actor.layer_spec, allowed)
-    if actor.layer_spec != "auto":
-        return actor.layer_spec == "transformer_engine"
-    return is_installed and actor.dtype == "bf16" and _has_packed_attention()
+    if not takes_rows and importlib.util.find_spec("flash_attn") is None:
+        allowed = "needs the package flash_attn on this GPU, whose cuDNN takes no packed rows; local or auto"
+        raise ConfigError.of("actor.layer_spec", actor.layer_spec, allowed)
+    return True
 
 
 def _has_packed_attention() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_tlt.actor import build, experts, optimizer
 from megatron_tlt.actor.compat import keep_one_table
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.load import load_config
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 
 # isort: split
@@ -178,11 +180,16 @@ def test_layers_with_experts_have_their_norm_apart(gpu: None) -> None:
 def test_auto_takes_transformer_engine_where_its_attention_takes_packed_rows(
     gpu: None, monkeypatch: pytest.MonkeyPatch, capability: Any, dtype: Any, is_deterministic: bool, is_engine: bool
 ) -> None:
-    """Elsewhere it has no backend for them, and says so at the first forward. A choice of the user stays."""
+    """Elsewhere it has no backend for them, and says so at the first forward: there flash_attn is asked for."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     assert build.uses_transformer_engine(ActorSection(dtype=dtype)) == is_engine
-    assert build.uses_transformer_engine(ActorSection(dtype="bf16", layer_spec="transformer_engine"))
+    chosen = ActorSection(dtype="bf16", layer_spec="transformer_engine")
+    assert build.uses_transformer_engine(chosen)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None if name == "flash_attn" else name)
+    refusal = pytest.raises(ConfigError, match=r"actor.layer_spec = 'transformer_engine': needs the package flash_attn")
+    with nullcontext() if is_engine or dtype == "fp32" else refusal:
+        assert build.uses_transformer_engine(chosen)
 
 
 def test_a_cpu_gets_what_it_got() -> None:
