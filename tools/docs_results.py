@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,14 +102,14 @@ def _section(name: str, record: dict[str, Any]) -> str:
 
 
 def _command(words: list[str]) -> str:
-    """The command without options that name places of one machine."""
+    """The command as a shell reads it, without options that name places of one machine."""
     kept: list[str] = []
     for word in words:
         if kept and kept[-1].startswith("--") and (kept[-1] in PLACES or word.startswith("/")):
             kept.pop()
         else:
             kept.append(word)
-    return " ".join(kept)
+    return shlex.join(kept)
 
 
 def _value(value: float) -> str:
