@@ -35,8 +35,8 @@ a GPU yet.** Both sides of a ratio ran in turns on one machine (A B A B), and th
 this project, or TLT, is faster. The machines are shared: the proof's ratios vary by a quarter from run to run
 ([known gaps](known_gaps.md)). [Figures behind decisions](#figures-behind-decisions) have no record.
 Reasons are in [decisions](../design/decisions.md).
-`benchmarks/results/simulation.md` compares the simulator with published figures. Of some records the script has left
-the repository; they name the last commit that has it.
+Of some records the script has left the repository; they name the last commit that has it. The simulator is compared
+with published figures in [its guide](../guides/simulator.md#accuracy).
 
 ## The proof: TLT on against off
 
