@@ -1,12 +1,10 @@
 """Gains and costs of training the drafter in idle time: whole runs of the quickstart. `proof.py` has seconds of a step.
 
-    python benchmarks/bench_idle.py [--quick] [--parts windows interference keepup] --out r.json
+    python benchmarks/bench_idle.py [--quick] [--parts windows interference] --out r.json
 
 - windows: one run. Seconds trained over seconds idle, milliseconds from the last rank's end to all stopped, the share
   of a step that merging the replicas and publishing the drafter take.
 - interference: rank 0 generates responses to the same prompts again and again, while rank 1 waits, or trains (A B A B).
-- keepup: accepted length by step, always drafting 5 tokens, of drafters frozen and trained (`idle_keepup.py`), on a
-  workload of its own (`keepup.yaml`).
 
 Ranks are bound to cores where there are enough. Every run is a process of its own; `--work` keeps them.
 """
@@ -20,7 +18,6 @@ import tempfile
 from pathlib import Path
 
 from lib.bench_record import ROOT, write_record
-from lib.idle_keepup import CURVES, DEMO_START, FROM_NOTHING, keepup
 from lib.on_off import ON
 from lib.training_runs import Rows, launch, train
 
@@ -48,18 +45,16 @@ def interference(args: argparse.Namespace) -> tuple[Rows, dict[str, float]]:
     return rows, {"interference": statistics.median(ratios)}
 
 
-PARTS = {part.__name__: part for part in (windows, interference, keepup)}
+PARTS = {part.__name__: part for part in (windows, interference)}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="3 steps, 2 of keepup without a warm-up, one repeat")
+    parser.add_argument("--quick", action="store_true", help="3 steps, one repeat")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--config", type=Path, default=ROOT / "configs/quickstart.yaml")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--keepup-steps", type=int, default=41)
-    parser.add_argument("--curves", nargs="+", choices=CURVES, default=CURVES, help="of keepup")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, help="folder for the runs; by default a temporary one")
     parser.add_argument("--options", nargs="*", default=[], help="overrides for all runs")
@@ -70,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.quick:
-        args.steps, args.keepup_steps, args.repeats, args.curves = 3, 2, 1, [FROM_NOTHING, DEMO_START]
+        args.steps, args.repeats = 3, 1
     rows: Rows = []
     summary: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,27 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 LAST_WITH_ALL = "1f12bc70"  # commit
-LEFT = {  # records whose script, or part of it, left after that commit, and what it measured
-    "agents-equal": "Runs with `retry`, `calculator` and `python` have the same bits whatever drafts, delays, kills or "
-    "generates. `tests/integration/test_agents.py` does so in small.",
-    "agents-given": "What suffix drafts gain from reading what tools answer: rollouts by a suffix drafter that "
-    "reads observations and by one that skips them.",
-    "agents-trl": "The same RL job with tools in TRL and here: seconds of a step, and accuracy after as many steps.",
-    "checkpoint-cpu": "How long a checkpoint of the drafter blocks training.",
-    "drafter-cpu-amx": "How fast a drafter learns: processor time of a micro-step by vocabulary, overlap (1 - TV) over "
-    "seconds of training. `bench_drafter_kinds.py` measures it now by accepted length.",
+LEFT = {  # records that pages cite, whose script, or part of it, left after that commit, and what it measured
     "flips-cpu": "How often rounding decides a token: speculative against plain decoding, beside plain against plain "
     "in other batches.",
-    "idle-tail-cpu-avx2": "Everything on against no drafter at all, a policy that does not fit the cache, few and "
-    "uneven responses. `proof.py` measures it now.",
-    "kernels-cpu-amx": "Time of one decode step: native and PyTorch decoders, against the machine's own limits.",
-    "kernels-cpu-avx2": "Time of one decode step: native and PyTorch decoders, against the machine's own limits.",
-    "rollout-cpu": "Plain rollouts of fixed lengths: the embedded engine against `transformers.generate` and vLLM.",
-    "rollout-cpu-peers": "Plain rollouts of fixed lengths: the embedded engine against OpenVINO GenAI and llama.cpp.",
-    "rollout-moe-cpu": "Plain rollouts of fixed lengths by a model with experts: the embedded engine against vLLM.",
     "real-8x4": "The former workload of `real.py`: 8 prompts x 4 responses, a cold start that left little to learn, no "
     "pre-rollouts.",
-    "packing-cpu-avx2": "Drafter training on packed sequences against batches padded to their longest sequence.",
 }
 PLACES = ("--out", "--picture", "--work")  # options that say where output goes
 
@@ -50,8 +35,8 @@ a GPU yet.** Both sides of a ratio ran in turns on one machine (A B A B), and th
 this project, or TLT, is faster. The machines are shared: the proof's ratios vary by a quarter from run to run
 ([known gaps](known_gaps.md)). [Figures behind decisions](#figures-behind-decisions) have no record.
 Reasons are in [decisions](../design/decisions.md).
-`benchmarks/results/simulation.md` compares the simulator with published figures. Of some records the script has left
-the repository; they name the last commit that has it.
+Of some records the script has left the repository; they name the last commit that has it. The simulator is compared
+with published figures in [its guide](../guides/simulator.md#accuracy).
 
 ## The proof: TLT on against off
 
@@ -117,14 +102,14 @@ def _section(name: str, record: dict[str, Any]) -> str:
 
 
 def _command(words: list[str]) -> str:
-    """The command without options that name places of one machine."""
+    """The command as a shell reads it, without options that name places of one machine."""
     kept: list[str] = []
     for word in words:
         if kept and kept[-1].startswith("--") and (kept[-1] in PLACES or word.startswith("/")):
             kept.pop()
         else:
             kept.append(word)
-    return " ".join(kept)
+    return shlex.join(kept)
 
 
 def _value(value: float) -> str:

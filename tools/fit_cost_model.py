@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -28,8 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.lib.bench_record import commit, record_text
+
 if TYPE_CHECKING:
     from megatron_tlt.backends.embedded import EmbeddedBackend
     from megatron_tlt.config.root import Config
@@ -257,7 +257,7 @@ def main() -> None:
     quantiles = np.quantile(lengths, (np.arange(64) + 0.5) / 64)
     record = {
         "command": sys.argv,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": f"{platform.processor() or platform.machine()}, CPU seconds of one thread",
         "table": table,
         "errors": errors,
@@ -266,14 +266,9 @@ def main() -> None:
         "prompt_tokens": round(sum(len(p.token_ids) for p in prompts) / len(prompts)),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(record_text(record), encoding="utf-8")
     print(json.dumps({key: record[key] for key in ("table", "errors", "drafters")}, indent=1))
     print(f"wrote {args.out}")
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

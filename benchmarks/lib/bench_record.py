@@ -33,7 +33,17 @@ def write_record(out: Path | None, rows: list[dict[str, Any]], summary: dict[str
     where = f"{device}; {machine()}" if device else machine()
     record = {"command": sys.argv, "commit": commit(), "machine": where, "rows": rows, "summary": summary}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(record_text(record))
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """The JSON of a record: a line for each key and, in a list of rows, for each row."""
+    lines = []
+    for key, value in record.items():
+        is_rows = isinstance(value, list) and value and isinstance(value[0], dict)
+        text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if is_rows else json.dumps(value)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_record(path: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:

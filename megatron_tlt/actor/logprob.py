@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# One chunk of fp32: 2 MB stays in a core's cache; 256 MB fills a GPU.
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 22) // max(1, logits.shape[1]))
+    rows = max(1, CHUNK_ELEMENTS.get(logits.device.type, 1 << 22) // max(1, logits.shape[1]))
     for start in range(0, logits.shape[0], rows):
         yield slice(start, min(start + rows, logits.shape[0]))
 

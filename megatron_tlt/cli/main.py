@@ -19,7 +19,6 @@ from megatron_tlt.cli.report import add_report
 from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
 from megatron_tlt.cli.train import add_sft, add_train
-from megatron_tlt.cli.watch import add_watch
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.errors import ConfigError, DataError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit, wait_for_exit_note
@@ -35,7 +34,6 @@ _COMMANDS = (
     add_status,
     add_doctor,
     add_report,
-    add_watch,
     add_simulate,
 )
 

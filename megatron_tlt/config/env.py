@@ -8,15 +8,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import FilePath, Section
 
-EnvKind: TypeAlias = Literal["calculator", "number_guess", "python", "retry", "wordle"]
+EnvKind: TypeAlias = Literal["calculator", "number_guess", "python", "retry"]
 
 
 class EnvSection(Section):
     """The environment that answers the model's turns (docs/guides/agents.md)."""
 
     kind: EnvKind | None = None
-    """A built-in one. retry: another try after a wrong answer; calculator, python: tools; number_guess, wordle:
-    games."""
+    """A built-in one. retry: another try after a wrong answer; calculator, python: tools; number_guess: a game."""
     path: Annotated[str | None, FilePath()] = None
     """One of your own: `package.module:Class` or `path/to/file.py:Class`. An environment (reset, step, close), one with
     Gymnasium's methods, or a class of tools (its public methods)."""

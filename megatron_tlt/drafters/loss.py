@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.drafter import LossWeights
+from megatron_tlt.config.planning.drafter import HEAD_BLOCK
 from megatron_tlt.drafters.model import DraftBatch
-
-_MAX_ELEMENTS = 1 << 25  # of [rows, Vd] at a time: bounds the temporaries of the LM head
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class PolicyRows:
         rows, t, loss = self.rows, self.temperature, self.loss
         found, total = self.scale.new_zeros(2, len(self.scale)), self.scale.new_zeros(())
         most = int(np.diff(rows.ends).max(initial=1))  # drafted rows of one row of the policy
-        size = max(1, _MAX_ELEMENTS // (most * len(self.head)))
+        size = max(1, HEAD_BLOCK // (most * len(self.head)))
         for first in range(0, len(self.states), size):
             last = min(first + size, len(self.states))
             block = slice(int(rows.ends[first]), int(rows.ends[last]))

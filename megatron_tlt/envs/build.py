@@ -21,7 +21,6 @@ BUILT_IN = {
     "number_guess": "NumberGuess",
     "python": "Python",
     "retry": "Retry",
-    "wordle": "Wordle",
 }
 
 

@@ -15,7 +15,7 @@ from types import UnionType
 
 from megatron_tlt.errors import ConfigError, no_such_file, shortened
 from megatron_tlt.observe.events import events_path, step_of
-from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows, rows_from_end
+from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
@@ -156,28 +156,6 @@ def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
         ranks_of(folder),
         skipped,
     )
-
-
-def read_end(run_dir: str | Path, most: int) -> RunData:
-    """The last steps, `most` at most, and the last evaluation: read from the end of metrics.jsonl, for a look every few
-    seconds. Nothing where there is no run.
-    """
-    folder = Path(run_dir)
-    config = _object(folder / CONFIG_FILE, {}) or {}
-    evaluates = config.get("data", {}).get("eval", True) is not None and config.get("eval", {}).get("every", 1) > 0
-    steps: dict[int, JsonRow] = {}
-    evals: list[JsonRow] = []
-    for _, row in rows_from_end(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else ():
-        if not has_fields(row, _FIELDS[METRICS_FILE]):
-            continue
-        if _is_evaluation(row):
-            evals = evals or [row]
-        elif len(steps) < most:
-            steps.setdefault(row["step"], row)
-        if len(steps) == most and (evals or not evaluates):
-            break
-    summary = _object(folder / SUMMARY_FILE, {})
-    return RunData(folder, config, [steps[s] for s in sorted(steps)], evals, [], [], summary, [])
 
 
 def _is_evaluation(row: JsonRow) -> bool:

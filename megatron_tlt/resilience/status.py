@@ -124,10 +124,8 @@ def _touched(path: Path) -> float:
         return 0.0
 
 
-def status_text(
-    run_dir: str | Path, status: RunStatus, top: int = 0, now: float | None = None, hint: str = "--all"
-) -> str:
-    """The state as text: a line on the run, then a table of the `top` worst ranks (0: all); `hint`: how to see all."""
+def status_text(run_dir: str | Path, status: RunStatus, top: int = 0, now: float | None = None) -> str:
+    """The state as text: a line on the run, then a table of the `top` worst ranks (0: all)."""
     now = time.time() if now is None else now
     if not status.rows:
         return printable("\n".join([f"{run_dir}: no status files", *status.problems]))
@@ -141,7 +139,7 @@ def status_text(
     shown = status.rows[:top] if top else status.rows
     lines += ["", *aligned([_HEADINGS, *map(_cells, shown)], _LEFT_ALIGNED)]
     if len(shown) < len(status.rows):
-        lines.append(f"and {len(status.rows) - len(shown)} more ({hint})")
+        lines.append(f"and {len(status.rows) - len(shown)} more (--all)")
     if status.condition == "hung":
         lines += ["", f"stacks: {StatusFiles(run_dir).stacks}/rank-N.txt"]
     return printable("\n".join([*lines, *status.problems]))

@@ -19,12 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.planning.engine import SAMPLED_AT_ONCE
 from megatron_tlt.models.decoders.keyed_noise import SampleKernel, gumbel_noise, key_tensor
 from megatron_tlt.models.decoders.torch.transfer import upload
 from megatron_tlt.rollout.masks import apply_masks
-
-_ELEMENTS_AT_ONCE = 1 << 23  # of [rows, V]: bounds the temporaries of the torch path
-
 
 # The C sampler (CPU, fp32 logits, no masks): from logits, temperatures and keys of R rows tokens int32 [R] and
 # log-probabilities float32 [R].
@@ -95,7 +93,7 @@ class Sampler:
         if self._kernel is not None:
             packed = self.sample_packed(logits, rows)
             return packed[0], packed[1].view(torch.float32)
-        step = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+        step = max(1, SAMPLED_AT_ONCE // logits.shape[1])
         parts = [
             self._sample_part(logits[i : i + step], rows.part(slice(i, i + step)))
             for i in range(0, logits.shape[0], step)

@@ -35,7 +35,7 @@ from megatron_tlt.config.planning.parameters import (
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config
 
-HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafters.loss` computes at a time; a test compares
+HEAD_BLOCK = 1 << 25  # elements of [rows, V] that `drafters.loss` computes at a time: bounds its temporaries
 
 
 PARTS = ("drafter training", "drafter step", "drafter's LM head", "drafter merge", "drafter weight sync",

@@ -37,9 +37,10 @@ READ = "a response's hidden states"
 PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
 _SPLIT_COLUMNS = 132 * 128  # of invariant products with splits of K: columns times splits at most; a test compares
 _SPLIT_HEADS = 32  # of invariant attention: kv heads times splits at least; a test compares
-_SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time; a test compares
+SAMPLED_AT_ONCE = 1 << 23  # logits that `rollout.sampler` draws from at a time in PyTorch
 _SAMPLED_BYTES = 56  # of a logit's keyed noise and scores there
-_VLLM_SAMPLED_AT_ONCE = 1 << 26  # logits that the plugin in vLLM copies to fp32 at a time; a test compares
+# Logits that the plugin in vLLM copies to fp32 at a time: 441 rows of 152k tokens, so that plain decoding is one chunk.
+FP32_AT_ONCE = 1 << 26
 
 
 def most_cache_bytes(config: Config, shape: ArchitectureConfig) -> int:
@@ -139,9 +140,9 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     logits = verified_rows(config) * shape.vocab_size
     if process is not None and process.gathers_logits:
         gathered = logits * element if rollout.tp == 1 else logits * element * (2 + 1 / rollout.tp)
-        copies = min(logits, _VLLM_SAMPLED_AT_ONCE) * 4
-        return max(forward, int(gathered) + copies + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
-    drawn = int(logits * _logit_bytes(config)) + min(logits, _SAMPLED_AT_ONCE) * _SAMPLED_BYTES
+        copies = min(logits, FP32_AT_ONCE) * 4
+        return max(forward, int(gathered) + copies + min(logits, SAMPLED_AT_ONCE) * _SAMPLED_BYTES)
+    drawn = int(logits * _logit_bytes(config)) + min(logits, SAMPLED_AT_ONCE) * _SAMPLED_BYTES
     return max(forward, drawn, draft_bytes(config, shape))
 
 

@@ -61,6 +61,7 @@ def build_decoder(
     if not has_triton:
         return TorchDecoder(config, device, dtype, tp, is_invariant, aux_layers=aux_layers)
     _require_shared_memory(config.head_dim, kernels, device)
+    _log.info("Triton compiles some 50 kernels in a first start, a minute or two; later ones read its cache")
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
     from megatron_tlt.models.decoders.torch.kernels.layers import FUSED, INVARIANT
 
@@ -90,13 +91,8 @@ def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None
 
 
 def _has_triton(kernels: Kernels, device: torch.device) -> bool:
-    """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux. Then their compiling is logged."""
-    if kernels != "auto" or device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    from megatron_tlt.models.decoders.torch.kernels.compile_log import log_compiles
-
-    log_compiles()
-    return True
+    """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux."""
+    return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def candidates_of(policy: Decoder) -> Candidates:

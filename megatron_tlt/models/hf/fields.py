@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_tlt.errors import ConfigProblem
+from megatron_tlt.models.hf.rope import ROPE_OBJECTS
 
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob", "qkv_bias",
           "use_qk_norm")  # fmt: skip
 _COUNTS = ("sliding_window", "max_window_layers", "bos_token_id", "pad_token_id")
-_OBJECTS = ("rope_scaling", "rope_parameters")
-_MAY_BE_NULL = ("use_qk_norm", "sliding_window", "bos_token_id", "pad_token_id", *_OBJECTS, "layer_types")
+_MAY_BE_NULL = ("use_qk_norm", "sliding_window", "bos_token_id", "pad_token_id", *ROPE_OBJECTS, "layer_types")
 # The others that `ModelConfig` reads; it checks their values itself.
 _READ_ELSEWHERE = """
     architectures model_type vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size
@@ -30,7 +30,7 @@ _READ_ELSEWHERE = """
     quantization_config partial_rotary_factor layer_types num_experts num_local_experts n_routed_experts
     num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step mlp_only_layers
 """
-READ = frozenset((*_FLAGS, *_COUNTS, *_OBJECTS, *_READ_ELSEWHERE.split()))
+READ = frozenset((*_FLAGS, *_COUNTS, *ROPE_OBJECTS, *_READ_ELSEWHERE.split()))
 # Origin and storage of the file; training and kernels; settings of generation, and of heads for classification.
 _HARMLESS_NAMES = """
     _name_or_path _commit_hash name_or_path transformers_version torch_dtype dtype use_bfloat16 torchscript use_cache
@@ -74,7 +74,7 @@ def type_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     for names, is_right, allowed in (
         (_FLAGS, lambda value: isinstance(value, bool), "must be true or false"),
         (_COUNTS, lambda value: type(value) is int, "must be an integer"),
-        (_OBJECTS, lambda value: isinstance(value, Mapping), "must be an object"),
+        (ROPE_OBJECTS, lambda value: isinstance(value, Mapping), "must be an object"),
         (("layer_types",), _is_list_of_text, "must be a list of names"),
     ):
         for name in names:

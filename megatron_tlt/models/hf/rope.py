@@ -13,7 +13,7 @@ from megatron_tlt.errors import ConfigProblem
 
 DEFAULT_THETA = 10000.0
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_OBJECTS = ("rope_scaling", "rope_parameters")
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 _KINDS = ("rope_type", "type")  # the second is the older spelling
 _KEYS = (*_KINDS, "rope_theta", "partial_rotary_factor", *LLAMA3_KEYS)
 
@@ -26,7 +26,7 @@ def is_positive(value: Any) -> bool:
 def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
     """One dictionary of both forms."""
     merged = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
-    for name in _OBJECTS:
+    for name in ROPE_OBJECTS:
         merged |= dict(hf.get(name) or {})
     return merged
 
@@ -65,7 +65,7 @@ def _contradictions(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     said: dict[str, tuple[str, Any]] = {}
     if hf.get("rope_theta") is not None:
         said["rope_theta"] = "rope_theta", hf["rope_theta"]
-    for name in _OBJECTS:
+    for name in ROPE_OBJECTS:
         for key, value in dict(hf.get(name) or {}).items():
             field = f"{name}.{key}"
             if key not in _KEYS and value not in (None, False):

@@ -18,7 +18,7 @@ def textbook(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 64, 1 << 20])
 def test_equals_the_textbook(temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(logprob._CHUNK_ELEMENTS, "cpu", chunk)
+    monkeypatch.setitem(logprob.CHUNK_ELEMENTS, "cpu", chunk)
     torch.manual_seed(0)
     logits = (torch.randn(11, 23) * 4).requires_grad_()
     labels = torch.randint(0, 23, (11,))

@@ -23,11 +23,7 @@ RUNS = {
         {"accepted_eagle_8r_1s_t1.0", "accepted_dspark1_8r_1s_t0.7", "draft_ms_eagle_288_16"},
         set(),
     ),
-    "bench_idle": (
-        ["--options", "train.prompts_per_step=8"],
-        {"recovered", "merge_share", "interference", "random_start_share"},
-        set(),
-    ),
+    "bench_idle": (["--options", "train.prompts_per_step=8"], {"recovered", "merge_share", "interference"}, set()),
     "bench_rollout": (
         ["--sides", "ours plain", "ours TLT", "transformers"],
         {"tlt_gain_4", "vs_transformers_4"},

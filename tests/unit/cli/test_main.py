@@ -98,7 +98,7 @@ def test_a_closed_pipe_prints_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["watch", "RUN/nowhere"], "must be a directory"),
+        (["report", "RUN/nowhere"], "must be a directory"),
         (["timeline", "RUN", "--steps", "²"], "must look like 4 or 3-5"),
         (["timeline", "RUN"], "has no event logs"),
         (["status", "RUN/nowhere"], "must be the directory of a run"),

@@ -36,7 +36,7 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(
     """The docstring's formula, one (base, step) at a time, whole and in blocks. Norm and head of eagle3 are trained,
     too; rows whose drawn token is unknown teach nothing and count as not accepted.
     """
-    monkeypatch.setattr(module, "_MAX_ELEMENTS", at_once)
+    monkeypatch.setattr(module, "HEAD_BLOCK", at_once)
     config = CONFIGS[name]
     embed, head = lookup_tables(config.policy)
     model = KINDS[config.kind].build_model(config)

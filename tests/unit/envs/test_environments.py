@@ -23,7 +23,6 @@ from megatron_tlt.envs.calculator import evaluate
 from megatron_tlt.envs.calls import ToolCall, parse_calls
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.envs.python import Python
-from megatron_tlt.envs.wordle import WORDS, clue
 from megatron_tlt.types import Prompt
 
 USER = Path(__file__).parent / "user_envs.py"
@@ -51,7 +50,7 @@ def test_retry_gives_a_second_try_by_the_task_or_the_reference() -> None:
         made(Prompt(0, "d:0", (), "q"), kind="retry")
 
 
-def test_games_are_functions_of_their_seed() -> None:
+def test_a_game_is_a_function_of_its_seed() -> None:
     guess = made(kind="number_guess", params={"most": 4})
     answers = [guess.step(str(n)) for n in range(1, 5)]
     right = next(i for i, answer in enumerate(answers) if answer.done)
@@ -59,14 +58,6 @@ def test_games_are_functions_of_their_seed() -> None:
     assert all("lower" in a.observation for a in answers[right + 1 :])
     assert answers[right].reward == 1.0
     assert "no number" in guess.step("seven").observation
-    assert clue("sheep", "sleep") == "G-GGG"
-    assert clue("eerie", "sleep") == "YY---"
-    assert {len(word) for word in WORDS} == {5}
-    wordle = made(kind="wordle", params={"tries": 2})
-    assert wordle.step("is it apple").observation.startswith("apple: ")
-    assert wordle.step("none").done
-    own = made(kind="wordle", params={"pattern": r"<guess>(\w+)</guess>"})
-    assert own.step("<guess>tables</guess>").observation == "That is no word of five letters."
 
 
 @pytest.mark.parametrize(
@@ -230,7 +221,7 @@ def test_python_without_a_network_of_its_own_is_named() -> None:
         ({"path": f"{USER}:USER"}, "has no 'USER'"),
         ({"path": f"{USER}:time"}, "is a module, not a class"),
         ({"path": f"{USER}:Untyped"}, "tool Untyped.buy"),
-        ({"kind": "wordle", "params": {"words": 3}}, "do not fit the constructor"),
+        ({"kind": "number_guess", "params": {"words": 3}}, "do not fit the constructor"),
         ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be a number below env.timeout_s = 15"),
         ({"kind": "python", "params": {"wall_s": "9"}}, "env.params.wall_s = '9': must be a number below"),
         ({"kind": "python", "timeout_s": 15, "params": {"wall_s": 14}}, None),
@@ -251,7 +242,7 @@ def test_an_environment_that_answers_otherwise_is_refused_before_the_run() -> No
 
 
 def test_only_an_environment_with_a_reset_of_its_own_opens_prompts() -> None:
-    assert has_opening(EnvSection(kind="wordle"))
+    assert has_opening(EnvSection(kind="number_guess"))
     assert not has_opening(EnvSection(kind="calculator"))
     assert not has_opening(EnvSection(path=f"{USER}:Dice"))
 

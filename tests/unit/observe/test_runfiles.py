@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
-import pytest
-
-from megatron_tlt.observe import jsonl, runfiles
+from megatron_tlt.observe import jsonl
 from megatron_tlt.observe.events import EventLog, events_path
-from megatron_tlt.observe.jsonl import JsonRow
-from megatron_tlt.observe.runfiles import ranks_of, read_end, read_run
+from megatron_tlt.observe.runfiles import ranks_of, read_run
 from tests.helpers.synthetic_run import write_run
 
 
@@ -40,20 +34,3 @@ def test_events_of_other_steps_are_not_parsed_and_torn_lines_are_counted(tmp_pat
     assert {row["step"] for row in events} == {20} and len(events) > 5
     assert len(parsed) == len(events) + 2, "those of the step, the first one of a start, and the torn one"
     assert [len(lines) for lines in run.skipped.values()] == [1]
-
-
-@pytest.mark.parametrize(("data", "read"), [({"eval": None}, 8), ({}, 31)])
-def test_the_end_of_a_run_is_read_as_far_as_it_is_shown(tmp_path, monkeypatch, data, read):
-    """An evaluation is looked for where the run makes some."""
-    folder = write_run(tmp_path / "r", steps=30, num_steps=40, evals="eval" not in data)
-    (folder / "config.json").write_text(json.dumps({"data": data, "train": {"num_steps": 40}}))
-    rows: list[JsonRow] = []
-
-    def counted(path: Path) -> Iterator[tuple[int, JsonRow]]:
-        for end, row in jsonl.rows_from_end(path):
-            rows.append(row)
-            yield end, row
-
-    monkeypatch.setattr(runfiles, "rows_from_end", counted)
-    end, whole = read_end(folder, 8), read_run(folder)
-    assert (end.steps, end.evals) == (whole.steps[-8:], whole.evals[-1:]) and len(rows) == read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +18,27 @@ from megatron_tlt.envs.schemas import tool_schemas
 from tests.helpers.mpi import ROOT
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+SECTIONS = (ROOT / "docs/reference/results.md").read_text().split("\n## ")
+COMMANDS = [
+    re.search(r"^\| `(benchmarks/.*)` \| \|$", section, re.MULTILINE)[1]
+    for section in SECTIONS
+    if "\n| processor |" in section and "Its script is in commit" not in section
+]
 TEXT = {".py", ".yaml", ".yml", ".sh", ".sbatch", ".md", ".toml"}
 
 
 def test_the_page_of_results_is_up_to_date():
     page = (ROOT / "docs/reference/results.md").read_text()
     assert page == render(), "docs/reference/results.md is stale: run `make docs`"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("command", COMMANDS)
+def test_scripts_take_the_commands_of_the_page_of_results(command: str):
+    """`--help` prints and leaves once the words before it are parsed."""
+    words = [sys.executable, *shlex.split(command), "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path):

@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_tlt.backends.drafting import StepDrafting, chains
 from megatron_tlt.backends.token_drafts import Began
 from megatron_tlt.backends.vllm.plugin import compat
+from megatron_tlt.config.planning.engine import FP32_AT_ONCE
 from megatron_tlt.models.decoders.factory import sample_kernel
 from megatron_tlt.models.decoders.keys import row_keys
 from megatron_tlt.models.decoders.native.build import find_compiler
@@ -30,9 +31,6 @@ from megatron_tlt.models.decoders.torch.transfer import upload
 from megatron_tlt.rollout.sampler import NativeSample, Sampler, SamplingRows
 from megatron_tlt.rollout.speculation.verify import accept_matches
 
-# Elements of [rows, V] that are drawn from at a time: 441 rows of 152k tokens, 256 MiB in fp32, so that plain decoding
-# is one chunk. The memory plan counts it (`config.planning.engine`); a test compares.
-FP32_AT_ONCE = 1 << 26
 # In `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id, start]. The last `start` tokens of
 # the request's prompt are its response's earlier turns: positions count on from there. Under `EARLIER`: the response
 # that an earlier policy drew with the same key, from its first token on.

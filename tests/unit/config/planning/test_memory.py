@@ -2,13 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.backends.vllm.plugin import keyed
 from megatron_tlt.config.checks.memory import check_memory
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.load import build_config, load_config
-from megatron_tlt.config.planning import drafter, engine
-from megatron_tlt.config.planning.activations import CHUNK_ELEMENTS, activation_bytes
+from megatron_tlt.config.planning import engine
+from megatron_tlt.config.planning.activations import activation_bytes
 from megatron_tlt.config.planning.graphs import least_graph_bytes
 from megatron_tlt.config.planning.memory import KV, PHASES, estimate_memory
 from megatron_tlt.config.planning.parameters import (
@@ -19,9 +18,7 @@ from megatron_tlt.config.planning.parameters import (
 )
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.drafters import loss
 from megatron_tlt.models.decoders.torch import paged
-from megatron_tlt.rollout import sampler
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 # Published parameter counts (model cards).
@@ -354,16 +351,6 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
         assert cache == (125 * GIB - held) // 4 and not stage.parts["graphs"]
         assert ("merge" in stage.only.get(KV, PHASES)) == (not sleeps)
         assert "rollout.trtllm.kv_cache_fraction = 0.25" in render_check(config, shape, 2, "cuda")
-
-
-def test_sizes_that_the_plan_repeats_are_those_of_the_code():
-    logprob = (Path(__file__).parents[4] / "megatron_tlt/actor/logprob.py").read_text()  # it imports megatron
-    assert f"_CHUNK_ELEMENTS = {CHUNK_ELEMENTS}".replace("524288", "1 << 19").replace("67108864", "1 << 26") in (
-        logprob.replace('"', "'")
-    )
-    assert engine._SAMPLED_AT_ONCE == sampler._ELEMENTS_AT_ONCE
-    assert engine._VLLM_SAMPLED_AT_ONCE == keyed.FP32_AT_ONCE
-    assert drafter.HEAD_BLOCK == loss._MAX_ELEMENTS
 
 
 def test_layers_that_only_the_run_will_know_are_planned_as_the_larger_ones():

@@ -36,7 +36,7 @@ def loaded(kernels: str, config: ModelConfig = CONFIG, **kwargs):
 @pytest.mark.parametrize(("name", "kib", "refused"), [("L40S", 100, True), ("A100", 164, False), ("H100", 228, False)])
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
-    name: str, kib: int, refused: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    name: str, kib: int, refused: bool, head_dim: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the GPU's name, before the kernel fails to start in the first rollout. The decoder is never made here."""
     gpu = SimpleNamespace(name=name, shared_memory_per_multiprocessor=kib << 10)
@@ -48,7 +48,9 @@ def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
         with pytest.raises(ConfigError, match=rf"rollout\.kernels.*256.*{name}.*'torch'"):
             build_decoder(config, "cuda", torch.bfloat16)
     else:
-        assert build_decoder(config, "cuda", torch.bfloat16) == "made"
+        with caplog.at_level("INFO"):
+            assert build_decoder(config, "cuda", torch.bfloat16) == "made"
+        assert "Triton compiles" in caplog.text, "a first start takes minutes without another sign"
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
