@@ -3,31 +3,21 @@
 KILLS_SEED in the environment chooses the moments; without it every call has others, and a failure shows its seed.
 """
 
-import contextlib
 import os
 import random
 import subprocess
 import time
 
-import psutil
 import pytest
 
 from tests.helpers import stub
-from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks, server
+from tests.helpers.mpi import ROOT, launcher, rank_environment, ranks_of, run_ranks, server
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rows, steps_logged, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.nightly]
 SEED = int(os.environ.get("KILLS_SEED") or random.randrange(10**6))
 TRAIN = ["-m", "megatron_tlt", "train"]
 KILLS = 5
-
-
-def ranks_of(job):
-    """The stubs of its ranks, with which these end."""
-    with contextlib.suppress(psutil.Error):
-        children = psutil.Process(job.pid).children(recursive=True)
-        return [process for process in children if "megatron_tlt" in process.cmdline()]
-    return []
 
 
 def start_and_kill(arguments, run_dir, output, moments, usual):
