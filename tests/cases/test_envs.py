@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 from pydantic import Field
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_tlt.cli.ranks import print_problems
 from megatron_tlt.config.env import EnvSection
@@ -27,6 +26,7 @@ from megatron_tlt.envs.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, EnvError
 from megatron_tlt.observe.log import RankFormatter
 from megatron_tlt.types import Prompt, TurnResult
+from tests.helpers.chat_models import save_bytes
 
 PROMPT = Prompt(0, "d:0", (), "q", "7", seed=3)
 
@@ -322,25 +322,12 @@ def test_gymnasiums_older_forms_are_named() -> None:
         old.step("old gym")
 
 
-def tokenizer_with_spaces(directory: Path) -> HFTokenizer:
-    """Of bytes, and runs of up to 64 spaces in one token, as GPT-4's and Qwen's have them."""
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    runs = ["Ġ" * 2**n for n in range(7)]
-    vocabulary |= {run: len(vocabulary) + i for i, run in enumerate(runs[1:])}
-    raw = Tokenizer(models.BPE(vocabulary, list(zip(runs[:-1], runs[:-1], strict=True))))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="!")
-    made.save_pretrained(str(directory))
-    return HFTokenizer(directory)
-
-
 @pytest.mark.parametrize("text", [" " * 100_000, "a" * 100_000, "é " * 50_000, (" " * 63 + "b\n") * 2000])
 def test_a_long_observation_is_cut_before_it_is_encoded(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = tokenizer_with_spaces(tmp_path)
+    runs = ["Ġ" * 2**n for n in range(6)]  # of up to 64 spaces in one token, as GPT-4's and Qwen's tokenizers have them
+    tokenizer = HFTokenizer(save_bytes(tmp_path, None, (), list(zip(runs, runs, strict=True)), eos_token="!"))
     turns = TurnTokens(tokenizer, chat=False, max_observation_tokens=50)
     whole = tokenizer.decode(tokenizer.encode(text)[:50])
     encoded: list[int] = []

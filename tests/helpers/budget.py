@@ -1,16 +1,11 @@
-"""What a step costs: launches, bytes written and waits of a GPU on meta tensors; operations of the host."""
+"""What a step costs: launches, bytes written and waits of a GPU on meta tensors."""
 
 from __future__ import annotations
 
-import dis
 import os
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -99,34 +94,3 @@ def cost(device: str = "meta"):
     with noted_launches() as kernels, Cost(device) as counted:
         counted.kernels = kernels
         yield counted
-
-
-# Calls of functions, of numpy and of torch, and what numpy writes with operators and brackets. Names of 3.11 and 3.12.
-_COUNTED = {
-    "CALL", "CALL_FUNCTION_EX", "BINARY_OP", "COMPARE_OP", "UNARY_NEGATIVE", "UNARY_INVERT",
-    "BINARY_SUBSCR", "STORE_SUBSCR", "BINARY_SLICE", "STORE_SLICE",
-}  # fmt: skip
-
-
-def host_operations(work: Callable[[], object]) -> Counter[str]:
-    """Runs `work`; operations by "file:function", those of libraries written in Python included."""
-    counts: Counter[str] = Counter()
-    known: dict[CodeType, tuple[str, set[int]]] = {}
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if code not in known:
-            places = {i.offset for i in dis.get_instructions(code) if i.opname in _COUNTED}
-            known[code] = f"{Path(code.co_filename).stem}:{code.co_name}", places
-        name, places = known[code]
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            counts[name] += frame.f_lasti in places
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return counts

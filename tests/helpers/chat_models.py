@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,22 @@ def save_letters(folder: Path) -> None:
     """A token a small letter, and `</s>`: 27 tokens."""
     raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(string.ascii_lowercase)}, []))
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>").save_pretrained(str(folder))
+
+
+def save_bytes(
+    folder: Path, template: str | None, special: Sequence[str], merges: Sequence[tuple[str, str]] = (), **named: Any
+) -> Path:
+    """A token a byte, as GPT-2 writes them, and a pair of `merges`; `special` ones follow, of which `named` names some
+    (`eos_token="<|end|>"`).
+    """
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    raw = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, list(merges)))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in special])
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, **named)
+    made.chat_template = template
+    made.save_pretrained(str(folder))
+    return folder
 
 
 def remove_tokenizer(folder: Path) -> None:

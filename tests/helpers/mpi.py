@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shlex
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.helpers import stub
 
@@ -101,6 +104,14 @@ def launcher(ranks: int) -> list[str]:
     reports 9; not with 75, with which all ranks end together.
     """
     return [str(MPIEXEC), "-n", str(ranks), *fork_command()]
+
+
+def ranks_of(job: subprocess.Popen[Any]) -> list[psutil.Process]:
+    """The stubs of the ranks of a job under way, with which these end."""
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(job.pid).children(recursive=True)
+        return [process for process in children if "megatron_tlt" in process.cmdline()]
+    return []
 
 
 def run_ranks(

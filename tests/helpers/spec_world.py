@@ -52,13 +52,11 @@ class SpecWorld:
     draft_call: float = 30e-6  # a draft call, however long
     draft_node: float = 14e-6  # a drafted token
     quality: float = 0.8
-    speed: float = 1.0  # factor on all seconds
     cold: tuple[float, ...] = ()  # factors of the plain steps that follow one with drafts
     noise: float = 0.04
     outliers: float = 0.03
     clock: float = 0.0
     tokens: int = 0
-    drafting_steps: int = 0
     plain_steps: int = 0  # in a row
 
     def __post_init__(self):
@@ -78,14 +76,14 @@ class SpecWorld:
     def step(self, selector):
         """One decoding step under `selector`."""
         B, strategy = len(self.lengths), selector.select(len(self.lengths))
-        counts, rows, drafting, factor = np.ones(B, np.int64), B, 0.0, self.speed
+        counts, rows, drafting, factor = np.ones(B, np.int64), B, 0.0, 1.0
         if strategy.kind == "none":
-            factor *= self.cold[self.plain_steps] if self.plain_steps < len(self.cold) else 1.0
+            factor = self.cold[self.plain_steps] if self.plain_steps < len(self.cold) else 1.0
             self.plain_steps += 1
         else:
             counts, rows, drafting = self.draft(strategy)
-            self.plain_steps, self.drafting_steps = 0, self.drafting_steps + 1
-        seconds, drafting = float(self.step_seconds(B, rows)) * factor, drafting * factor
+            self.plain_steps = 0
+        seconds = float(self.step_seconds(B, rows)) * factor
         self.clock += seconds + drafting
         self.tokens += int(counts.sum())
         self.lengths = self.lengths - counts
@@ -115,7 +113,7 @@ class SpecWorld:
     def plain_speed(self):
         """Tokens per second of plain decoding with the present requests."""
         B = len(self.lengths)
-        return B / float(self.step_seconds(B, B)) / self.speed
+        return B / float(self.step_seconds(B, B))
 
 
 def fixed_speeds(running, lengths, **world):

@@ -49,10 +49,6 @@ class Pool:
     def nodes(self) -> int:
         return self.lib.tlt_suffix_nodes(self.pool, self.trie)
 
-    @property
-    def bytes(self) -> int:
-        return self.lib.tlt_suffix_bytes(self.pool)
-
     def __del__(self) -> None:
         self.lib.tlt_suffix_free(self.pool)
 

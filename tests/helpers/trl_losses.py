@@ -1,7 +1,7 @@
 """Losses and gradients by TRL's own code: `python trl_losses.py IN OUT`, by a Python that has TRL (`make bench-trl`).
 
-IN: a list of batches of `peer_losses.Batch` as tensors, with `advantages` [B], `loss_type` and `settings`; OUT: a list
-of (loss, gradient [B, T]). `GRPOTrainer._compute_loss` runs on an object with the attributes that it reads.
+IN: a list of batches (`Batch` of test_peers.py) as tensors, with `advantages` [B], `loss_type` and `settings`; OUT: a
+list of (loss, gradient [B, T]). `GRPOTrainer._compute_loss` runs on an object with the attributes that it reads.
 """
 
 from __future__ import annotations

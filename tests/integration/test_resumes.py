@@ -1,46 +1,23 @@
-"""Kills at random moments, each resumed: `workers/random_kills.py --kills 200` does it by the hundred.
+"""Kills of one or both of two ranks at random moments, each resumed.
 
 KILLS_SEED in the environment chooses the moments; without it every call has others, and a failure shows its seed.
 """
 
-import contextlib
-import json
 import os
 import random
 import subprocess
-import sys
 import time
 
-import psutil
 import pytest
 
 from tests.helpers import stub
-from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks, server
+from tests.helpers.mpi import ROOT, launcher, rank_environment, ranks_of, run_ranks, server
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rows, steps_logged, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.nightly]
 SEED = int(os.environ.get("KILLS_SEED") or random.randrange(10**6))
 TRAIN = ["-m", "megatron_tlt", "train"]
 KILLS = 5
-
-
-def test_a_run_killed_six_times_equals_one_left_alone(tmp_path):
-    program = ROOT / "tests/integration/workers/random_kills.py"
-    command = [sys.executable, str(program), "--kills", "6", "--seed", str(SEED), "--folder", str(tmp_path / "runs")]
-    done = subprocess.run(command, env=rank_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, (SEED, done.stdout[-2000:], done.stderr[-2000:])
-    row = json.loads(done.stdout.splitlines()[-1])
-    assert row["different"] == [] and row["same_metrics"] and row["resumes"] == 7
-    assert row["tensors"] > 20 and row["num_steps"] >= 4
-    assert sum(row["phases"].values()) == 6
-
-
-def ranks_of(job):
-    """The stubs of its ranks, with which these end."""
-    with contextlib.suppress(psutil.Error):
-        children = psutil.Process(job.pid).children(recursive=True)
-        return [process for process in children if "megatron_tlt" in process.cmdline()]
-    return []
 
 
 def start_and_kill(arguments, run_dir, output, moments, usual):

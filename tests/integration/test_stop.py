@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_tlt.cli.main import main
-from tests.helpers.mpi import ROOT, launcher, rank_environment, run_one, run_ranks
+from tests.helpers.mpi import ROOT, launcher, rank_environment, ranks_of, run_one, run_ranks
 from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -118,12 +118,6 @@ def start(config, run_dir, *overrides):
     return subprocess.Popen(
         command, env=rank_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-
-
-def ranks_of(job):
-    import psutil
-
-    return [p for p in psutil.Process(job.pid).children(recursive=True) if "megatron_tlt" in p.cmdline()]
 
 
 def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, capsys):

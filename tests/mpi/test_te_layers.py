@@ -74,6 +74,7 @@ def test_losses_gradients_and_weights_equal_the_local_layers(found: list[dict[st
         assert errors.pop("weights") <= 2e-4
     assert len(errors) >= 2 and all(error <= 1e-5 for error in errors.values()), errors
     assert " ".join(outcome["modules"]) == MODULES.get(name, FUSED)
+    assert outcome["norms"] == (MODULES.get(name) == APART), "the update recomputes them"
     assert outcome["recomputed"] == 0, "passes without gradients must not lengthen Transformer Engine's list"
 
 

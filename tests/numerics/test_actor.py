@@ -97,14 +97,6 @@ def test_an_update_of_experts_waits_for_its_device_as_often_with_more_layers() -
         assert fused == pytest.approx(unfused, rel=1e-6)
 
 
-def test_passes_without_gradients_recompute_no_norms() -> None:
-    """Transformer Engine's list of recomputed modules is empty behind an update with reference and old log-probs."""
-    again, kept = (case("syncs")["norms"][name] for name in ("again", "kept"))
-    assert again["entries"] == 0
-    assert again["flags"], "the update recomputes them"
-    assert again["grad_norm"] == kept["grad_norm"]
-
-
 def test_non_finite_gradients_are_refused() -> None:
     found = case("guards")
     assert found["skipped"]

@@ -77,16 +77,6 @@ def test_logprobs_of_accepted_drafts_equal_a_scoring_pass(family: str, kernels: 
     assert_scored(model, jobs, responses)
 
 
-def test_equal_under_memory_pressure():
-    jobs = random_jobs(131, 14, seed=4)
-    expected, weights = plain("qwen3", jobs)
-    engine = make_engine(small_config("qwen3"), weights, num_blocks=14, max_running=8)
-    attach(engine, OracleDrafter(expected, 131, 0.2), RandomSelector("oracle", 8))
-    assert generate_all(engine, jobs) == expected
-    assert engine.scheduler.num_preemptions > 0
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-
-
 def test_equal_in_small_batches_and_budgets():
     jobs = random_jobs(131, 10, seed=6)
     expected, weights = plain("qwen2", jobs)

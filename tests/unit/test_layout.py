@@ -49,11 +49,6 @@ def test_an_init_file_is_one_docstring(path):
     assert len(tree.body) == 1
 
 
-def test_every_package_directory_has_an_init_file():
-    folders = {path.parent for path in PACKAGE}
-    assert [label(f) for f in sorted(folders) if not (f / "__init__.py").exists()] == []
-
-
 def test_a_file_defines_one_subject():
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     defined = {p: sum(isinstance(n, kinds) for n in ast.walk(ast.parse(p.read_text()))) for p in SOURCES}
@@ -67,7 +62,3 @@ def test_functions_fit_on_a_screen():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MAX_FUNCTION:
                 long[f"{label(path)}:{node.name}"] = body_lines(node)
     assert long == {}
-
-
-def test_every_module_says_what_it_is():
-    assert [label(p) for p in PACKAGE if not ast.get_docstring(ast.parse(p.read_text()))] == []

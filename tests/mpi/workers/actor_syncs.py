@@ -7,10 +7,9 @@ it has, RoPE and attention, are stood in for by something of the same shape.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +28,6 @@ from tests.mpi.workers.actor_scenario import make_policy
 
 # isort: split
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils
 
 _AS_OPERATOR = {
@@ -126,45 +124,6 @@ def fused_experts() -> Any:
         yield
 
 
-@contextmanager
-def transformer_engines_list() -> Iterator[list[bool]]:
-    """Transformer Engine's list of recomputed modules, as far as megatron's recompute mutates it."""
-    kept: list[bool] = []
-
-    @contextmanager
-    def activation_recompute_forward(activation_recompute: bool, recompute_phase: bool) -> Iterator[None]:
-        kept.pop(0) if recompute_phase else kept.append(True)
-        yield
-
-    stand_ins = {
-        "activation_recompute_forward": activation_recompute_forward,
-        "FP8GlobalStateManager": SimpleNamespace(is_fp8_enabled=lambda: False),
-        "fp8_autocast": lambda **_: nullcontext(),
-    }
-    with patch.multiple(random, create=True, **stand_ins):
-        yield kept
-
-
-def recomputed_norms(world: World, folder: Path) -> dict[str, Any]:
-    """An update of two mini-batches with a reference, norms kept and recomputed: what Transformer Engine's list holds
-    behind it, and the norms of the gradients."""
-    found: dict[str, Any] = {}
-    for again in (False, True):
-        policy = make_policy(world, folder)
-        for model in (policy.model, policy._reference):
-            for layer in model.module.decoder.layers:
-                layer.recompute_input_layernorm = layer.recompute_pre_mlp_layernorm = again
-        with transformer_engines_list() as kept:
-            metrics = policy.train_step(train_batch([sequences(6), sequences(3, seed=4)], [100.0, 50.0])).metrics
-        layers = policy.model.module.decoder.layers
-        found["again" if again else "kept"] = {
-            "entries": len(kept),
-            "grad_norm": metrics["grad_norm"],
-            "flags": all(layer.recompute_input_layernorm is again for layer in layers),
-        }
-    return found
-
-
 def count(world: World, folder: Path, **actor: Any) -> tuple[int, float]:
     """Syncs of one update of a random model, and the norm of its gradient."""
     policy = make_policy(world, folder, loss=WeightedNll(), keep_reference=False, **actor)
@@ -190,7 +149,7 @@ def of_two_and_four_layers(root: Path, scratch: Path, kind: str) -> list[Path]:
 
 def syncs(world: World, root: Path, scratch: Path) -> None:
     """The same update with two and with four layers, as it is configured, without fused RoPE, and of experts with and
-    without fused permutation; and recomputed norms."""
+    without fused permutation."""
     dense, sparse = (of_two_and_four_layers(root, scratch, kind) for kind in ("qwen3", "qwen3_moe"))
 
     def of_both(folders: list[Path] = dense, **actor: Any) -> list[tuple[int, float]]:
@@ -209,4 +168,4 @@ def syncs(world: World, root: Path, scratch: Path) -> None:
     made["experts, unfused"] = of_both(sparse)
     with fused_experts():
         made["experts"] = of_both(sparse)
-    say(world, case="syncs", **made, norms=recomputed_norms(world, dense[0]))
+    say(world, case="syncs", **made)

@@ -31,11 +31,12 @@ NORMS = {"recompute": "selective", "recompute_modules": ["layernorm"]}  # with n
 
 
 def outcome(world: World, directory: Path, variant: str, layout: dict[str, Any]) -> dict[str, Any]:
-    """The scenario's outcome, log-probs from before it, and the kinds of modules."""
+    """The scenario's outcome, log-probs from before it, kinds of modules, and whether norms are recomputed."""
     policy = scenario_policy(world, directory, variant, **layout)
     logprobs = policy.logprobs(share(sequences(18), policy.dims.dp, policy.groups.at.dp), 0.8)
     modules = {type(module).__name__ for module in policy.model.module.modules()}
-    return {**run_scenario(policy), "logprobs": logprobs, "modules": modules}
+    found = {**run_scenario(policy), "logprobs": logprobs, "modules": modules}
+    return found | {"norms": all(layer.recompute_input_layernorm for layer in policy.model.module.decoder.layers)}
 
 
 def compare(world: World, root: Path, kind: str, variant: str, layout: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ def compare(world: World, root: Path, kind: str, variant: str, layout: dict[str,
     worst = {name: max(view[name] for view in views) for name in errors}
     modules = sorted(name for name in found["modules"] if name.startswith("TE"))
     case = {"kind": kind, "variant": variant, "layout": layout, "errors": worst}
-    say(world, case="layers", **case, modules=modules, recomputed=len(recomputed))
+    say(world, case="layers", **case, modules=modules, norms=found["norms"], recomputed=len(recomputed))
 
 
 def converted(world: World, root: Path, directory: Path, layout: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Every algorithm's loss and gradient against a loop over responses and tokens, from its paper (float64).
 
-The loop is the formula, without packing, masks, weights or denominators. R response tokens.
+The loop is the formula over the tokens that the policy drew, without packing, masks, weights or denominators. R
+response tokens, of which an environment gave some.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ class Response:
     def __len__(self) -> int:
         return len(self.logp)
 
+    @property
+    def drawn(self) -> list[int]:
+        """Tokens of the policy."""
+        return [t for t in range(len(self)) if not any(begin <= t < end for begin, end in self.given)]
 
-def make_responses(seed: int, name: str, on_policy: bool = False) -> list[Response]:
+
+def make_responses(seed: int, name: str, on_policy: bool = False, turns: bool = False) -> list[Response]:
+    """With `turns`, tokens behind the first one are given at random."""
     rng = torch.Generator().manual_seed(seed)
     pick = random.Random(seed)
     drift = 2e-3 if name == "gspo" else 0.5  # wide enough that both clips act
@@ -75,6 +82,9 @@ def make_responses(seed: int, name: str, on_policy: bool = False) -> list[Respon
                 entropy=noise(length, 1.0).abs().requires_grad_(),
                 kl=kl,
             )
+            if turns:
+                response.given = tuple((t, t + 1) for t in range(1, length) if pick.random() < 0.4)
+                response.kl = [k if t in response.drawn else 0.0 for t, k in enumerate(kl)]
             responses.append(response)
     return responses
 
@@ -86,8 +96,8 @@ def naive_advantages(name: str, config: AlgorithmSection, responses: list[Respon
     in_reward = config.kl_weight if config.kl_in == "reward" else 0.0
     if name == "reinforce_pp":
         returns = [[a.reward - in_reward * sum(a.kl[t:]) for t in range(len(a))] for a in responses]
-        counted = [r for a, r in zip(responses, returns) if not (config.mask_truncated and a.truncated)]
-        flat = [value for row in counted for value in row]
+        counted = [(a, r) for a, r in zip(responses, returns) if not (config.mask_truncated and a.truncated)]
+        flat = [row[t] for a, row in counted for t in a.drawn]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat)
         return [[(value - mean) / (std + config.advantage_eps) for value in row] for row in returns]
     reward = [a.reward - in_reward * sum(a.kl) for a in responses]
@@ -113,15 +123,15 @@ def naive_kl(a: Response, t: int, estimator: str) -> Tensor:
 
 
 def naive_terms(name: str, config: AlgorithmSection, a: Response, advantages: list[float]) -> list[Tensor]:
-    """What every token adds to the objective (to be maximised)."""
+    """What every token of the policy adds to the objective (to be maximised)."""
     low, high = CLIP.get(name, (0.2, 0.2))
     low = config.ratio_clip_low if config.ratio_clip_low is not None else low
     high = config.ratio_clip_high if config.ratio_clip_high is not None else high
     terms = []
-    for t in range(len(a)):
+    for t in a.drawn:
         if name == "gspo":
-            ratio = torch.exp(sum((a.logp[s] - a.old[s]) for s in range(len(a))) / len(a))
-            trust = math.exp(sum(float(a.old[s] - a.rollout[s]) for s in range(len(a))) / len(a))
+            ratio = torch.exp(sum((a.logp[s] - a.old[s]) for s in a.drawn) / len(a.drawn))
+            trust = math.exp(sum(float(a.old[s] - a.rollout[s]) for s in a.drawn) / len(a.drawn))
         else:
             ratio = torch.exp(a.logp[t] - a.old[t])
             trust = math.exp(float(a.old[t] - a.rollout[t]))
@@ -278,11 +288,12 @@ VARIANTS = {
 PAIRS = [(name, variant) for name in NAMES for variant in VARIANTS if name != "distill" or "reward" not in variant]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("turns", [False, True], ids=["one-turn", "turns"])
 @pytest.mark.parametrize(("name", "variant"), PAIRS)
-def test_loss_and_gradient_equal_the_paper(name: str, variant: str, seed: int) -> None:
-    config = AlgorithmSection(name=name, **VARIANTS[variant])
-    responses = make_responses(seed, name)
+def test_loss_and_gradient_equal_the_paper(name: str, variant: str, turns: bool) -> None:
+    config, seed = AlgorithmSection(name=name, **VARIANTS[variant]), int(turns)
+    responses = make_responses(seed, name, turns=turns)
+    assert any(a.given for a in responses) == turns
     algorithm = build_algorithm(config, MAX_TOKENS)
     for members in [{3, 7}, {8, 20}] if config.mini_batches == 2 else [{3, 7, 8, 20}]:
         mine = production_loss(algorithm, responses, members, seed)

@@ -13,6 +13,7 @@ from megatron_tlt.checkpoint import resume
 from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.run import CheckpointSection
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.checkpoint import drafter_entries
 from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer
@@ -23,14 +24,7 @@ from tests.helpers.tiny_drafters import DEEP
 from tests.helpers.tiny_models import TINY, random_weights
 from tests.unit.actor.test_checkpoint_files import published
 
-WORLD = SimpleNamespace(
-    rank=0,
-    size=1,
-    is_main=True,
-    broadcast_object=lambda value: value,
-    all_gather_object=lambda value: [value],
-    wait_for_all=lambda: None,
-)
+WORLD = SingleProcess()
 
 
 DAMAGE = {

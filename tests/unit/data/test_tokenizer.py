@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_tlt.data.detokenizer import IncrementalDecoder
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError
+from tests.helpers.chat_models import save_bytes
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -21,15 +20,7 @@ TEXT = "Zwölf Boxkämpfer — 12 × 7 = 84 🙂🙃 日本語  two spaces\n"
 
 
 def save(path: Path, template: str | None = TEMPLATE, eos: str | None = "<|end|>") -> Path:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
-    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|system|>", "<|assistant|>", "<|end|>"]})
-    fast.chat_template = template
-    fast.save_pretrained(str(path))
-    return path
+    return save_bytes(path, template, ["<|user|>", "<|system|>", "<|assistant|>", "<|end|>"], eos_token=eos)
 
 
 def test_round_trip_without_special_tokens(tmp_path: Path) -> None:

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turn_form import read_turn_form
+from tests.helpers.chat_models import save_bytes
 
 SPECIAL = ("<end_of_text>", "<eom>", "<eot>", "<user>", "<assistant>")
 FOR = "{% for m in messages %}"
@@ -33,14 +32,8 @@ TEMPLATES = {
 
 
 def tokenizer_of(name: str, folder: Path, stops: list[str], eos: str = "<end_of_text>") -> HFTokenizer:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos)
-    made.chat_template = TEMPLATES[name]
-    made.save_pretrained(str(folder))
-    config = {"eos_token_id": [raw.token_to_id(token) for token in stops]}
+    save_bytes(folder, TEMPLATES[name], SPECIAL, eos_token=eos)
+    config = {"eos_token_id": [256 + SPECIAL.index(token) for token in stops]}
     (folder / "generation_config.json").write_text(json.dumps(config))
     return HFTokenizer(folder)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError
+from tests.helpers.chat_models import save_bytes
 
 # What each family's template does with these messages, in our own words.
 CHATML = """{%- if messages[0].role != 'system' %}<|im_start|>system
@@ -42,20 +42,11 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "
 
 def tokenizer_of(family: str, directory: Path) -> HFTokenizer:
     """A tokenizer of bytes and special tokens, with the family's template."""
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     eos = END.get(family, "<|end|>")
     others = [token for token in SPECIAL if token != eos]
     # Llama 3 names no others.
     named = {} if family == "llama3" else {"additional_special_tokens": others}
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos, **named)
-    made.chat_template = TEMPLATES[family]
-    made.save_pretrained(str(directory))
-    return HFTokenizer(directory)
+    return HFTokenizer(save_bytes(directory, TEMPLATES[family], SPECIAL, eos_token=eos, **named))
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "llama3", "smollm2", "demo"])

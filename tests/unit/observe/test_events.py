@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.observe.events import EventLog, events_path, read_events, step_of
-from megatron_tlt.observe.jsonl import cut_back, read_rows, to_line
+from megatron_tlt.observe.jsonl import to_line
 
 
 def test_spans_and_instants_are_on_disk_after_the_step(tmp_path):
@@ -65,17 +65,6 @@ def test_the_step_of_a_line_is_known_without_parsing_it(tmp_path):
 def test_rows_take_what_json_lacks():
     row = {"nan": float("nan"), "inf": [float("inf"), 1.5], "path": Path("a"), "tuple": (1, None)}
     assert to_line(row) == '{"nan":null,"inf":[null,1.5],"path":"a","tuple":[1,null]}\n'
-
-
-def test_cut_back_keeps_done_steps_and_drops_all_for_a_new_run(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text("".join(to_line({"step": s}) for s in (0, 1, 2, 2, 3)) + '{"st')
-    cut_back(path, 2)
-    assert [r["step"] for r in read_rows(path)] == [0, 1, 2, 2]
-    cut_back(path, 0)
-    assert path.read_text() == ""
-    cut_back(tmp_path / "none.jsonl", 1)
-    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_events_of_a_rank_that_is_no_more_lose_later_steps_of_every_start(tmp_path):

@@ -20,14 +20,10 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.inputs import DecoderInput, HostLengths
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.rollout.engine import Engine, GraphBudget
-from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer
+from megatron_tlt.rollout.graph_capture import EagerCapturer
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import SamplingRows, _upload
-from megatron_tlt.rollout.scheduler import SchedulerLimits
-from megatron_tlt.types import SamplingParams
-from tests.helpers.budget import Cost, cost, host_operations
-from tests.helpers.tiny_models import random_weights
+from tests.helpers.budget import Cost, cost
 
 META = torch.device("meta")
 CONFIG = ModelConfig("qwen2", 4096, 256, 4, 14, 2, 64, 512, qkv_bias=True, max_position_embeddings=512)
@@ -173,47 +169,3 @@ def test_drafts_of_all_running_requests_are_verified_by_a_graph(running: int) ->
         assert pool.key(sequences, rows_each) is not None, (sequences, rows_each)
     assert pool.graphs.memory_bytes >= sizes.max_rows * (4096 + 256) * 2  # of bf16: nothing is kept in float32
     assert pool.graphs.memory_bytes < sizes.max_rows * (4096 + 256) * 2 + (1 << 20)
-
-
-class NothingCaptured(EagerCapturer):
-    """Graphs that do nothing when they are replayed."""
-
-    def capture(self, step) -> Captured:
-        return Captured(lambda: None)
-
-
-def captured_engine(running: int) -> Engine:
-    """An engine on the path of a GPU whose device takes no time: graphs of nothing, always the same token; all
-    `running` requests decode.
-    """
-    config = ModelConfig("qwen2", 64, 16, 1, 2, 2, 8, 16, qkv_bias=True, max_position_embeddings=1024)
-    decoder = TorchDecoder(config)
-    decoder.load_weights(random_weights(config))
-
-    def draw(logits: torch.Tensor, *rows: object) -> torch.Tensor:
-        return torch.full((2, logits.shape[0]), 5, dtype=torch.int32)
-
-    limits = SchedulerLimits(running, 2048, 1024, config.vocab_size)
-    graphs = GraphBudget(decoder, None, verify_rows=6 * running)
-    engine = Engine(decoder, limits, running * 64 + 1, 16, graphs=graphs, sample_kernel=draw)
-    assert engine.runner.pool is not None
-    engine.runner.pool.graphs._capturer = NothingCaptured()
-    engine.runner.pool.capture(1)
-    engine.runner.device = torch.device("cuda")  # tokens come back in one copy
-    for i in range(running):
-        engine.add([1] * (i % 7 + 1), SamplingParams(max_tokens=600, ignore_eos=True), i)
-    while engine.num_waiting:
-        engine.step()
-    return engine
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("running", "budget"), [(1, 190), (256, 213)])
-def test_a_captured_step_has_few_host_operations_whatever_runs(running: int, budget: int) -> None:
-    """Calls, and operators and brackets of numpy, a step: of 16 steps, in which each request opens a block. 185 and 208
-    now, with nothing that grows with the requests but the blocks that they open.
-    """
-    engine = captured_engine(running)
-    counted = host_operations(lambda: [engine.step() for _ in range(16)])
-    assert engine.runner.pool is not None and not engine.runner.pool.graphs.stats.eager
-    assert sum(counted.values()) / 16 <= budget, counted.most_common(12)

@@ -2,16 +2,10 @@ import pytest
 import torch
 
 from megatron_tlt.config.rollout import SyncSection
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import SyncError
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.sync.push import BucketedSync
-
-
-class OneRank:
-    rank = 0
-
-    def all_gather_object(self, value):
-        return [value]
 
 
 class RecordingBackend:
@@ -42,7 +36,8 @@ WEIGHTS = {f"w{i}": torch.randn(1 << 17) for i in range(5)}  # half a MiB each
 
 def test_push_is_begin_buckets_finish():
     backend = RecordingBackend()
-    metrics = BucketedSync(SyncSection(bucket_mib=1, verify=True), backend, OneRank()).push(WEIGHTS.items(), version=3)
+    sync = BucketedSync(SyncSection(bucket_mib=1, verify=True), backend, SingleProcess())
+    metrics = sync.push(WEIGHTS.items(), version=3)
     assert backend.calls == [("begin", 3), ("bucket", 2), ("bucket", 2), ("bucket", 1), ("finish",)]
     assert metrics["sync/mib"] == 2.5
     assert all(torch.equal(backend.held[name], tensor) for name, tensor in WEIGHTS.items())
@@ -50,7 +45,7 @@ def test_push_is_begin_buckets_finish():
 
 def test_the_drafter_goes_before_the_push_is_closed():
     backend = RecordingBackend()
-    BucketedSync(SyncSection(), backend, OneRank()).push(
+    BucketedSync(SyncSection(), backend, SingleProcess()).push(
         WEIGHTS.items(), version=3, drafter=({"fc.weight": torch.zeros(1)}, 5)
     )
     assert backend.calls[-2:] == [("drafter", "fc.weight", 5), ("finish",)]
@@ -58,7 +53,7 @@ def test_the_drafter_goes_before_the_push_is_closed():
 
 @pytest.mark.parametrize("backend", [RecordingBackend(corrupt="w2"), RecordingBackend(drop="w2")])
 def test_verify_names_the_tensor_that_differs(backend):
-    sync = BucketedSync(SyncSection(verify=True), backend, OneRank())
+    sync = BucketedSync(SyncSection(verify=True), backend, SingleProcess())
     with pytest.raises(SyncError, match="w2"):
         sync.push(WEIGHTS.items(), version=1)
 

@@ -12,6 +12,7 @@ from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.speculation.history import ResponseHistory
 from megatron_tlt.trainer import batch_assembly
@@ -30,19 +31,9 @@ def policy_of(logprobs=None, **actor):
 
 def assembled(algorithm, groups, logprobs=None, temperature=1.0, has_logprobs=True):
     """The step's table and batch on one rank."""
-    assembler = BatchAssembler(OneRank(), policy_of(logprobs), algorithm, temperature, has_logprobs)
+    assembler = BatchAssembler(SingleProcess(), policy_of(logprobs), algorithm, temperature, has_logprobs)
     table, parts = assembler.exchange(groups)
     return table, assembler.build_batch(parts, table)
-
-
-class OneRank:
-    rank, size = 0, 1
-
-    def all_gather_object(self, value):
-        return [value]
-
-    def broadcast_object(self, value, source):
-        return value
 
 
 def make_groups(num_prompts=4, samples=3):
@@ -243,19 +234,17 @@ def test_losses_of_routers_have_a_gradient_in_every_response(losses):
     for group in groups[1:]:
         group.rewards = [RewardResult(0.0, False) for _ in group.samples]
     groups[1].samples[0].finish_reason = "abort"
-    assembler = BatchAssembler(OneRank(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0)
+    algorithm = build_algorithm(AlgorithmSection(), max_tokens=8)
+    assembler = BatchAssembler(SingleProcess(), policy_of(**losses), algorithm, 1.0)
     _, (sequences,) = assembler.exchange(groups)
     assert len(sequences) == (11 if losses else 3), "an aborted response is not trained on, whatever the loss"
 
 
-class Metered(OneRank):
+class Metered(SingleProcess):
     """Counts what a rank sends to every other one."""
 
     def __init__(self):
         self.sent = 0
-
-    def wait_for_all(self):
-        """There is one rank."""
 
     def all_gather_object(self, value):
         self.sent += len(pickle.dumps(value))

@@ -13,13 +13,10 @@ import pytest
 from trtllm_signatures import names_of, read_module
 
 from megatron_tlt.backends.entries import DEVICE
-from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs, build_sampling_params
-from megatron_tlt.backends.trtllm.server import CLASS
-from megatron_tlt.config.model import ModelSection
-from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.backends.trtllm.args import build_sampling_params
 from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_toy import SIGNATURES, SOURCES
+from tests.helpers.trtllm_toy import SIGNATURES
 
 HERE = ROOT / "megatron_tlt/backends/trtllm"
 RECORDS = sorted(SIGNATURES.glob("*.json"))
@@ -82,18 +79,6 @@ def test_every_call_into_the_workers_is_a_method_of_ours_or_of_every_release() -
     assert not all("reset_prefix_cache" in methods for methods in releases)
     assert rpcs() == {"tlt_update", "tlt_update_drafter", "tlt_reset_prefix_cache"}
     assert rpcs() <= set(ours()["methods"]) | set.intersection(*releases)
-
-
-@pytest.mark.parametrize(("version", "record"), SOURCES.items())
-def test_every_argument_is_a_field_in_the_sources(version: str, record: str) -> None:
-    """Sources of February 2026, which still have what 1.2 has, and of late 1.3; the classes forbid other arguments."""
-    sources = recorded(SIGNATURES / f"{record}.json")["classes"]
-    known = {name: names_of(name, sources) for name in sources}
-    rollout = RolloutSection(dtype="bf16", release_cache=True)
-    given = build_llm_kwargs(rollout, ModelSection(path="/m"), version, Eagle3Files(Path("/d"), (1, 2, 3)))
-    assert {*given} - known["TorchLlmArgs"] <= {"enable_sleep"}  # 1.2's, gone by February
-    for value in (v for v in given.values() if isinstance(v, dict)):
-        assert {*value} - {CLASS} <= known[value[CLASS]]
 
 
 def test_every_sampling_parameter_is_a_field_in_the_sources() -> None:

@@ -44,15 +44,6 @@ def test_a_trained_drafter_learns_at_lr_and_a_wide_one_at_less(monkeypatch: pyte
     assert seen["lr"] == pytest.approx((1e-3 + 8e-3 * (1 - seen["accept/1"])) / 4)
 
 
-def test_nothing_to_train_on() -> None:
-    t = online_trainer(lengths=())
-    assert t.train_step() is None
-    before = everything(t)
-    report = t.merge_replicas()
-    assert (t.version, report.tokens) == (0, (0,))
-    assert torch.equal(everything(t), before)
-
-
 @pytest.mark.parametrize("tp_rank", [0, 1])
 def test_responses_that_the_ranks_of_an_engine_share_count_once(tp_rank: int) -> None:
     t = online_trainer(lengths=(9, 12))

@@ -19,26 +19,19 @@ from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.kernels.attention import attend
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.tiny_models import Driver, random_weights
+from tests.helpers.tiny_models import Driver, random_weights, rows_input
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 
 
-def ragged(contexts: list[tuple[int, int]], block_size: int, seed: int = 0) -> DecoderInput:
-    """Chains: (cached positions before, rows) of each sequence, in shuffled blocks."""
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).tolist()
-    width = -(-max(a + n for a, n in contexts) // block_size)
+def ragged(contexts: list[tuple[int, int]]) -> DecoderInput:
+    """Chains: (cached positions before, rows) of each sequence, in shuffled blocks of 16."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+    width = -(-max(a + n for a, n in contexts) // 16)
     tables = [[order.pop() for _ in range(width)] for _ in contexts]
-    starts, positions, slots = [0], [], []
-    for (first, n), table in zip(contexts, tables, strict=True):
-        starts.append(starts[-1] + n)
-        for p in range(first, first + n):
-            positions.append(p)
-            slots.append(table[p // block_size] * block_size + p % block_size)
-    ends = [a + n for a, n in contexts]
-    data = (positions, positions, slots, starts, ends, tables, list(range(len(positions))))
-    return DecoderInput.of([torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in data])
+    rows = [range(first, first + n) for first, n in contexts]
+    return rows_input(rows, [first for first, _ in contexts], tables, device=DEVICE)
 
 
 def cache_and_queries(rows: int, heads: int, kv_heads: int, d: int, slots: int, dtype=torch.float32):
@@ -65,7 +58,7 @@ def test_paged_attention_equals_gathered_attention(kind, contexts, splits, heads
     """Static batches have tables wider than any context, as a graph's bucket is, with padding that names a scratch
     block. With a first visible position, as the drafter needs it, a row sees itself and nothing before that position.
     """
-    batch, visible, rows_each = ragged(contexts, 16), None, None
+    batch, visible, rows_each = ragged(contexts), None, None
     if kind != "ragged":
         rows_each = contexts[0][1]
     if kind == "static":
@@ -91,7 +84,7 @@ def test_blocks_see_their_own_slots_and_what_is_cached(size, heads, kv_heads, d,
     """Anchors behind 130, 97, 16 and no cached positions, the last one padding; of the first two the first positions
     are not seen. Slots of the cache that no block may see are NaN, tables wider than any context.
     """
-    batch, low = ragged([(130, size), (97, size), (16, size), (0, size)], 16), torch.tensor([100, 1, 0, 0]).to(DEVICE)
+    batch, low = ragged([(130, size), (97, size), (16, size), (0, size)]), torch.tensor([100, 1, 0, 0]).to(DEVICE)
     own = torch.arange(4 * size, device=DEVICE)
     batch.slot_mapping, tables = own, torch.full((4, 12), 64, dtype=torch.int32, device=DEVICE)
     tables[:, : batch.block_tables.shape[1]] = batch.block_tables
@@ -133,7 +126,7 @@ def test_splits_fill_the_processors_and_are_no_more(heads, batch_size, monkeypat
 def test_half_precision_stays_within_its_rounding():
     """bf16 on a GPU; Triton's interpreter has no bf16 products, so fp16 there."""
     dtype = torch.bfloat16 if ON_GPU else torch.float16
-    batch = ragged([(200, 1), (90, 3)], 16)
+    batch = ragged([(200, 1), (90, 3)])
     q, keys, values = cache_and_queries(4, 8, 2, 64, 64 * 16, dtype)
     exact = RaggedPlan(batch, 16).attend(q.float(), keys.float(), values.float())
     got = PagedPlan(attend, batch, 16, (2, 4), splits=2).attend(q, keys, values)
@@ -143,7 +136,7 @@ def test_half_precision_stays_within_its_rounding():
 
 def test_what_no_row_may_see_is_not_read():
     """Everything behind a context, and the scratch block, is NaN: nothing of it may reach a result."""
-    batch = ragged([(37, 2), (5, 1)], 16)
+    batch = ragged([(37, 2), (5, 1)])
     q, keys, values = cache_and_queries(3, 4, 2, 16, 65 * 16)
     seen = torch.zeros(65 * 16, dtype=torch.bool)
     for s, end in enumerate(batch.context_lens.tolist()):
