@@ -272,7 +272,8 @@ def window_metrics(report: WindowReport, is_group_leader: bool) -> RankMetrics:
         row |= {"drafter/steps": report.steps, "drafter/tokens": report.tokens}
     ends = {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
     learned = {name: report.metrics[name] for name in _DRAFTER if name in report.metrics}
-    means = {f"drafter/{name}_mean": Metric(value, Reduce.MEAN) for name, value in learned.items()}
+    steps = report.steps  # windows of many micro-steps count for more
+    means = {f"drafter/{name}_mean": Metric(value * steps, Reduce.MEAN, steps) for name, value in learned.items()}
     return sums(row) | {name: Metric(end, Reduce.MAX) for name, end in ends.items()} | means
 
 

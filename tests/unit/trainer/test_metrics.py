@@ -13,11 +13,13 @@ import torch
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.idle.window import WindowReport
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.metrics import METRICS_FILE
+from megatron_tlt.observe.reduction import reduced, values_of
 from megatron_tlt.observe.rollouts import RESPONSES_DIR, ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.runfiles import ranks_of
-from megatron_tlt.trainer.metrics import RunMetrics, _acceptance
+from megatron_tlt.trainer.metrics import RunMetrics, _acceptance, window_metrics
 from megatron_tlt.trainer.recovery import TrainState
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup
 
@@ -77,6 +79,16 @@ def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_pa
     responses = {file.stem: len(file.read_text().splitlines()) for file in (tmp_path / RESPONSES_DIR).iterdir()}
     assert responses == ({"rank-00000": 2, "rank-00001": 1} if steps_done else {"rank-00000": 1})
     assert len((tmp_path / SAMPLES_FILE).read_text().splitlines()) == steps_done
+
+
+def test_means_of_drafter_training_are_over_micro_steps_not_over_windows() -> None:
+    windows = [
+        WindowReport((), 1.0, 1.0, 0.0, steps, 10 * steps, 0.0, 0.0, metrics={"loss": loss} if steps else {})
+        for steps, loss in ((9, 1.0), (1, 6.0), (0, 0.0))
+    ]
+    first, second, third = (window_metrics(report, True) for report in windows)
+    for ranks in ([first, second, third], [reduced([first, third]), second]):
+        assert values_of(ranks)["drafter/loss_mean"] == 1.5
 
 
 def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None:
