@@ -165,7 +165,7 @@ class RunMetrics:
             own |= sums({"reward/failures": sum(r.failure is not None for group in scored for r in group.rewards)})
         if (failures := failure_warning(scored)) is not None:
             _log.warning(failures)
-        responses = rank_row(of_engine, groups)
+        responses = rank_row(of_engine, scored)
         gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}

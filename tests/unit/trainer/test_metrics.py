@@ -113,7 +113,7 @@ def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in (METRICS_FILE, ROLLOUTS_FILE, f"{RESPONSES_DIR}/rank-00000.jsonl")
     )
-    assert (row["reward/failures"], row["env/failures"], row["reward/mean"], rollouts["samples"]) == (2, 2, 0.5, 2)
+    assert (row["reward/failures"], row["env/failures"], row["reward/mean"], rollouts["samples"]) == (2, 2, 0.5, 4)
     assert [(r["prompt_id"], r["sample_index"]) for r in responses] == [(1, 0), (1, 1), (0, 0), (0, 1)]
     assert "2 trajectories ended without an answer" in caplog.text
 
