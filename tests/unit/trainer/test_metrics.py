@@ -97,6 +97,18 @@ def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None
     assert _acceptance(row) == {"spec/accept_length": 1.0, "spec/share": 1.0}
 
 
+@pytest.mark.parametrize(("backend", "counts"), [("embedded", True), ("vllm", False), ("trtllm", False)])
+def test_counters_that_an_engine_does_not_have_are_no_columns(tmp_path: Path, backend: str, counts: bool) -> None:
+    with closing(metrics_of(tmp_path, rollout={"backend": backend})) as metrics:
+        metrics.start()
+        metrics.log({}, EngineStats(turns=2), [], [], {})
+    (row,) = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert row["engine/turns"] == 2
+    assert {name for name in ("preemptions", "prefill_steps") if f"engine/{name}" in row} == (
+        {"preemptions", "prefill_steps"} if counts else set()
+    )
+
+
 def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
