@@ -408,7 +408,7 @@ class SpeculationStats:
     steps_by_strategy: dict[str, int] = field(default_factory=dict)  # of pure decoding steps, "none" included
     row_steps: int = 0  # rows x speculative steps
     drafted_tokens: int = 0  # fed to the policy for verification
-    emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows, up to the end of their responses
+    emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows; embedded: up to a response's end
     accepted_tokens: int = 0  # of `drafted_tokens`, also behind the end of a response
     pre_rolled_rows: int = 0  # of `row_steps`, rows whose draft was of a pre-rollout
     pre_rolled_drafted: int = 0  # of `drafted_tokens`, theirs

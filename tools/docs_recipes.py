@@ -17,7 +17,7 @@ from megatron_tlt.config.planning.report import full_requests
 from megatron_tlt.config.root import Config, without_tlt
 from megatron_tlt.config.sim import SimCostSection
 from megatron_tlt.sim.cost_model import GPUS, Roofline
-from megatron_tlt.sim.from_run import STALE_RATE, simulation_of
+from megatron_tlt.sim.from_run import ADAPTED_RATE, STALE_RATE, simulation_of
 from megatron_tlt.sim.modes import simulate
 
 _QWEN3_8B = Path(__file__).resolve().parents[1] / "configs/recipes/grpo-qwen3-8b-1n8g.yaml"
@@ -66,7 +66,8 @@ def memory_cells(config: Config, stages: list[RankMemory]) -> list[str]:
 
 def seconds(config: Config) -> Mapping[str, float]:
     """Mean seconds of a simulated step by mode, "off" and "tlt"."""
-    result = simulate(simulation_of(config), ["off", "tlt"])
+    simulation, _ = simulation_of(config)
+    result = simulate(simulation, ["off", "tlt"])
     return {point.mode: point.seconds for point in result.points}
 
 
@@ -126,9 +127,10 @@ seen: `KV cache, TLT off` is that of the same recipe without drafts, drafter tra
 of all running requests. `drafter training` is its state and a micro-step.
 
 Assumed in seconds: responses with a median of an eighth of `rollout.max_tokens` and a log-normal tail cut there;
-a drafter that is right with {STALE_RATE:g} at each position at first and with 0.82 once adapted; H100 (H200 beyond
-80 GiB) at 35 % MFU in updates, attention's operations included, for the two small recipes RTX 4090. Two steps, the
-drafter learning in them. Other lengths, drafters and machines: `megatron-tlt simulate`.
+a drafter that is right with {STALE_RATE:g} at each position at first and with {ADAPTED_RATE:g} once adapted; H100
+(H200 beyond 80 GiB) at 35 % MFU in updates, attention's operations included, for the two small recipes RTX 4090; no
+gradients of frozen weights under LoRA. Two steps, the drafter learning in them. One rollout a step, prompts of 256
+tokens; every response goes through the update. Other lengths, drafters and machines: `megatron-tlt simulate`.
 """
 
 PUBLISHED = f"""

@@ -10,7 +10,8 @@ the cached tokens C and the seconds (on CPU this thread's own time, without othe
     verify   c0 + cB B + cT T + cC C + cA C T / B    prefill            a + b tokens
 
 and for each drafter the acceptance rate of each position (`rates`), `coverage`, `reach` and `spread`, the fields of
-`drafters` in a simulation's config. `lengths` are 64 quantiles of the responses' tokens.
+`drafters` in a simulation's config. `lengths` are 64 quantiles of the responses' tokens. `measured` names the model,
+the device and the largest steps: a simulation of another model or device is refused.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Recorder:
         if strategy.draft_len == max(LENGTHS):
             self.asked += len(draft.counts)
             self.counts.append(draft.counts.copy())
-            self.cumulative_acceptances.append(draft.cumulative_acceptance[draft.depths == 1].copy())
+            self.cumulative_acceptances.append(draft.cumulative_acceptance[draft.positions == 0].copy())
 
     def record(self, measurement: StepMeasurement) -> None:
         """Records the step."""
@@ -218,6 +219,20 @@ def fit_table(recorders: list[Recorder], prefill: list[tuple[int, float]]) -> tu
     return table, errors
 
 
+def measured_on(config: Config, recorders: list[Recorder]) -> dict[str, Any]:
+    """What the table holds for (`sim.cost_model.Measured`): the model's shape, one CPU rank, the largest steps."""
+    from megatron_tlt.models.hf.config import ModelConfig
+
+    steps = [step for recorder in recorders for step in recorder.steps]
+    return {
+        "model": ModelConfig.from_hf(config.model.path).architecture.model_dump(mode="json"),
+        "device": "cpu",
+        "tp": 1,
+        "requests": max(step[1] for step in steps),
+        "cached_tokens": int(max(step[3] for step in steps)),
+    }
+
+
 def main() -> None:
     """Measures, fits, writes."""
     from megatron_tlt.config.checks.files import output_file_problems
@@ -259,6 +274,7 @@ def main() -> None:
         "command": sys.argv,
         "commit": commit(),
         "machine": f"{platform.processor() or platform.machine()}, CPU seconds of one thread",
+        "measured": measured_on(config, recorders),
         "table": table,
         "errors": errors,
         "drafters": {r.kind: r.drafter() for r in recorders if r.kind != "none"},

@@ -168,7 +168,7 @@ class MegatronPolicy:
                 gather_parameters(self.ddp)
         applied = any(result.applied for result in results)
         pairs = zip(sums, batch.denominators, strict=True)
-        objectives = [s.get("loss", 0.0) / d if d > 0 else 0.0 for s, d in pairs]
+        objectives = [s.get("loss", 0.0) / d for s, d in pairs if d > 0]  # of mini-batches with trained tokens
         self.policy_version += int(applied)
         metrics = self._report(results, sums, objectives) | self._routing_metrics(packed)
         return TrainOutput(self.policy_version, metrics, skipped=not applied)
@@ -220,9 +220,9 @@ class MegatronPolicy:
     def _report(
         self, results: list[OptimizerStep], sums: list[dict[str, float]], objectives: list[float]
     ) -> dict[str, float]:
-        """Per-token means over the tokens of all mini-batches' sequences, which there may be none of; `loss` is the
-        mean objective, which was differentiated."""
-        steps = max(1, len(results))
+        """Per-token means over the tokens of all mini-batches' sequences, which there may be none of; `loss`,
+        `grad_norm` and `grad_clipped` are means over the mini-batches with `objectives`, which were differentiated."""
+        steps = max(1, len(objectives))
         return {
             "tokens": 0.0,
             **per_token(merge(sums)),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron_tlt.algorithms.advantages import Floats, Ints, mean_and_std, share_of_equal_groups
+from megatron_tlt.algorithms.advantages import Floats, Ints, share_of_equal_groups
 from megatron_tlt.algorithms.correction import importance_weights, mismatch_sums
 from megatron_tlt.algorithms.kl import LOG_RATIO_LIMIT, k3, kl_estimate
 from megatron_tlt.config.algorithm import AlgorithmSection
@@ -33,7 +33,6 @@ class RewardTable:
     prompt_id: Ints  # [N]
     sample_index: Ints  # [N]
     reward: Floats  # [N], after shaping
-    correct: npt.NDArray[np.bool_]  # [N]
     length: Ints  # [N], response tokens that the policy drew
     truncated: npt.NDArray[np.bool_]  # [N], cut off at max_tokens
     aborted: npt.NDArray[np.bool_]  # [N], its environment failed: no loss, and no part in others' advantages
@@ -221,10 +220,7 @@ class Algorithm(ABC):
         valid = table.valid()
         if not len(valid.reward):
             return {}
-        mean, std = mean_and_std(valid.reward)
         return {
-            "reward/mean": mean,
-            "reward/std": std,
             "reward/equal_groups": share_of_equal_groups(valid.prompt_id, valid.reward),
             "reward/kl": float(valid.kl_sum.sum() / max(valid.length.sum(), 1)),
             "loss/masked_samples": float(1.0 - self.trained(table).mean()),

@@ -46,8 +46,8 @@ def _run(args: argparse.Namespace) -> int:
         *same_file_problems("--report", args.report, "--out", args.out),
     ]:
         raise ConfigError(written)
-    config = _load(args.config, args.overrides)
-    result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep))
+    config, assumed = _load(args.config, args.overrides)
+    result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep), assumed)
     print(simulation_text(result))
     if args.out is not None:
         result.write(args.out)
@@ -58,7 +58,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: Path, overrides: list[str]) -> SimConfig:
+def _load(path: Path, overrides: list[str]) -> tuple[SimConfig, list[str]]:
+    """The simulation, and what was assumed to make it of a run's configuration."""
     from megatron_tlt.config.checks.sim import check_sim
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.sim import SimConfig
@@ -66,12 +67,13 @@ def _load(path: Path, overrides: list[str]) -> SimConfig:
 
     if {"train", "data"} & read_config_file(path).keys():  # a run's configuration: its machines, engine, usual lengths
         from megatron_tlt.sim.from_run import simulation_of
+        from megatron_tlt.trainer.teacher import with_teacher_shape
 
-        return simulation_of(load_config(path, overrides))
+        return simulation_of(with_teacher_shape(load_config(path, overrides)))
     config = load_config(path, overrides, SimConfig)
     if problems := list(check_sim(config)):
         raise ConfigError(problems)
-    return config
+    return config, []
 
 
 def parse_modes(text: str) -> list[str]:

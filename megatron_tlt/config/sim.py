@@ -65,9 +65,9 @@ class AcceptanceSection(Section):
 
     rates: tuple[float, ...] = ()
     """Chance that the token at each drafted position is the policy's, given that those before it were; the last holds
-    for all further ones. Of a drafter that is adapted to the policy."""
+    for all further ones. Of a trained drafter: of one that is adapted to the policy."""
     stale_rates: tuple[float, ...] = ()
-    """The same of a drafter that never saw this policy; default: `rates`."""
+    """The same of a trained drafter that never saw this policy; default: `rates`."""
     coverage: float = Field(default=1.0, gt=0, le=1)
     """Share of requests and steps in which it proposes anything."""
     reach: float = Field(default=1.0, gt=0, le=1)
@@ -126,14 +126,16 @@ class SimTrainingSection(Section):
     """Tensor parallel size of the actor (layout check; scales measured update times only)."""
     pp: PositiveInt = 1
     """Pipeline parallel size of the actor (layout check; scales measured update times only)."""
-    cp: PositiveInt = 1
-    """Context parallel size of the actor (layout check only: measured times are those of a rank's rows)."""
     mfu: float = Field(default=0.35, gt=0, le=1)
     """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token, and attention's."""
     recompute: bool = True
-    """Activations are computed again in the backward pass: a third more operations, 8 a parameter and token."""
+    """Activations are computed again in the backward pass: 2 operations a parameter and token more, 8 in all."""
+    lora: bool = False
+    """Adapters are trained: the frozen weights have no gradients, which are 2 operations a parameter and token less."""
     logprob_passes: NonNegativeInt = 2
-    """Forward passes over all responses before the update (old and reference policy)."""
+    """Forward passes of the policy over all responses before the update (old and reference policy)."""
+    teacher: ArchitectureConfig | None = None
+    """Shape of the teacher of a distillation: one more forward pass over all responses, of this model."""
     update_us_per_token: NonNegativeFloat | None = None
     """Measured update seconds, in microseconds for each token of a rank; default: by `mfu`."""
     update_ms: NonNegativeFloat = 0.0

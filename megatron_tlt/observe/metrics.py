@@ -72,18 +72,21 @@ def wandb_problems(project: str | None) -> list[ConfigProblem]:
 
 
 class WandbSink:
-    """A Weights & Biases run; a resumed job continues the run whose id is kept in run_dir.
+    """A Weights & Biases run; a resumed job continues the run whose id is kept in run_dir, where steps that it makes
+    again have their earlier rows, too.
 
     W&B must not end a run: after its first failure of any kind it is off until the next start, with a warning.
     """
 
-    def __init__(self, run_dir: Path, project: str, run_config: Mapping[str, Any]):
+    def __init__(self, run_dir: Path, project: str, run_config: Mapping[str, Any], start_step: int):
         self._run: Any = None
         self._new_table: Any = None
         with self._off_at_failure():
             wandb = importlib.import_module("wandb")
             self._new_table = wandb.Table
             id_file = run_dir / "wandb-run-id"
+            if start_step == 0:  # a new run in an old directory
+                id_file.unlink(missing_ok=True)
             run_id = id_file.read_text().strip() if id_file.exists() else None
             run = wandb.init(
                 project=project,
@@ -151,7 +154,7 @@ class MetricsLogger:
         directory = Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         if section.wandb_project is not None:
-            self._sinks.append(WandbSink(directory, section.wandb_project, run_config or {}))
+            self._sinks.append(WandbSink(directory, section.wandb_project, run_config or {}, start_step))
         self._sinks.append(JsonlSink(directory, start_step))
         if section.tensorboard:
             self._sinks.append(TensorBoardSink(directory, start_step))

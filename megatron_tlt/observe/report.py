@@ -84,11 +84,12 @@ def _stats(run: RunData) -> Iterator[Stat]:
         yield Stat("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step")
     if failed := run.total("reward/failures"):
         yield Stat("rewards failed", f"{failed:,.0f}", "of all steps: recorded as rewards.failure_value")
-    if speed := run.mean("engine/tokens_per_s"):
-        yield Stat("rollout", f"{speed:,.0f}", "tokens/s, all ranks")
+    tokens, rollouts = run.total("engine/generated_tokens"), run.total("time/rollout") + run.total("time/idle")
+    if tokens and rollouts:
+        yield Stat("rollout", f"{tokens / rollouts:,.0f}", "tokens/s, all ranks")
     if rows := run.total("engine/spec_row_steps"):
         emitted = run.total("engine/spec_emitted_tokens")
-        share = emitted / max(1.0, run.total("engine/generated_tokens"))
+        share = emitted / max(1.0, tokens)
         note = f"{share:.0%} of tokens in drafting steps"
         note += ": plain decoding was faster" if share < _NEXT_TO_NONE else ""
         yield Stat("accepted length", f"{emitted / rows:.2f}", note)
@@ -98,8 +99,8 @@ def _stats(run: RunData) -> Iterator[Stat]:
         yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
     if pre_rolling := run.total("pre_rollout/seconds"):
         note = f"{seconds_text(pre_rolling)}, {run.total('pre_rollout/tokens'):,.0f} tokens"
-        if shares := run.column("pre_rollout/drafted_share")[1]:
-            note += f"; they were {sum(shares) / len(shares):.0%} of a step's tokens"
+        if accepted := run.total("engine/spec_pre_rolled_accepted"):
+            note += f"; {accepted / max(1.0, tokens):.0%} of all tokens were pre-rolled"
         yield Stat("idle time that pre-rolled", f"{pre_rolling / max(idle, pre_rolling):.0%}", note)
     if parked := run.total("engine/parked_seconds"):
         used = run.total("env/recovered_seconds")

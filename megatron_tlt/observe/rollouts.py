@@ -2,7 +2,7 @@
 
 A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
 
-    step, samples       responses of the step
+    step, samples       responses that the step scored
     responses, rewards  digests, which depend neither on the order of samples nor on the rank that generated them
     strategies          decoding steps by strategy, "none" included; where the engine speculates
     drafted_at, accepted_at    rows whose draft reached the position, and that accepted it (first: position 1)

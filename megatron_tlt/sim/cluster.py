@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import active_parameters, total_parameters
-from megatron_tlt.config.sim import SimConfig
+from megatron_tlt.config.sim import SimConfig, SimTrainingSection
 from megatron_tlt.sim.cost_model import ELEMENT, GPUS, trained_drafter
 
 
@@ -24,9 +25,11 @@ class Cluster:
 
     def logprobs(self, lengths: np.ndarray) -> float:
         """Forward passes over sequences of all replicas, of so many tokens each, before the update."""
-        if self._config.model is None:
+        model, training = self._config.model, self._config.training
+        if model is None:
             return 0.0  # part of the measured update
-        return self._config.training.logprob_passes * self._forward(lengths)
+        seconds = training.logprob_passes * self._passes(model, lengths)
+        return seconds if training.teacher is None else seconds + self._passes(training.teacher, lengths)
 
     def update(self, lengths: np.ndarray) -> float:
         """Forward and backward over sequences of all replicas, of so many tokens each, and the optimizer."""
@@ -36,19 +39,21 @@ class Cluster:
             # Ranks of a replica share its tokens.
             of_a_rank = int(lengths.sum()) * training.tp * training.pp / self.gpus
             return fixed + 1e-6 * training.update_us_per_token * of_a_rank
-        return fixed + (4.0 if training.recompute else 3.0) * self._forward(lengths)
+        assert self._config.model is not None, "checked by check_sim"
+        attention = 3 + training.recompute  # forward, again, and the gradients of both of its products' factors
+        return fixed + self._passes(self._config.model, lengths, weight_passes(training), attention)
 
-    def _forward(self, lengths: np.ndarray) -> float:
-        """A forward: 2 operations a parameter and token, and causal attention's 4 a layer, its width and pair of them.
+    def _passes(self, model: ArchitectureConfig, lengths: np.ndarray, weights: int = 1, attention: int = 1) -> float:
+        """Seconds of so many times a forward's work: 2 operations a parameter and token in the products with `weights`,
+        and causal `attention`'s 4 a layer, its width and pair of tokens.
 
         Each token looks at itself and those before it, half of its sequence on average.
         """
-        model = self._config.model
-        assert model is not None, "checked by check_sim"
         size = lengths.astype(np.float64)
         pairs = float((size * (size + 1) / 2).sum())
-        attention = 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
-        return (2.0 * active_parameters(model) * float(size.sum()) + attention) / self._peak
+        of_pairs = 4.0 * model.num_layers * model.num_heads * model.head_dim * pairs
+        of_tokens = 2.0 * active_parameters(model) * float(size.sum())
+        return (weights * of_tokens + attention * of_pairs) / self._peak
 
     def weight_sync(self) -> float:
         """New weights into every engine: a shard over the node's links, once over the network if there are nodes."""
@@ -76,3 +81,10 @@ class Cluster:
         read = trained_drafter(self._config).read_elements(model, self._config.rollout.speculation.draft_vocab_size)
         operations = 6.0 * read * training.micro_step_tokens
         return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3
+
+
+def weight_passes(training: SimTrainingSection) -> int:
+    """Times that an update multiplies with the weights: forward, gradients of activations and of weights, forward again
+    where activations are recomputed. Frozen weights have no gradients; those of adapters are few.
+    """
+    return 2 + training.recompute + (not training.lora)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.config.checks.layout import contradictions
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
@@ -28,7 +29,7 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.sim import SimConfig, SimCostSection
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, ConfigProblem, Problems
 
 ELEMENT = 2  # bytes of bf16
 
@@ -125,6 +126,25 @@ class Roofline:
         return 2 * layers * (1e-6 * self._section.allreduce_us + volume / self._gpu.link)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a table was measured on."""
+
+    model: ArchitectureConfig
+    device: str  # a name of `GPUS`
+    tp: int
+    requests: int  # the most in a step
+    cached_tokens: int  # the most of all requests of a step
+
+    def problems(self, config: SimConfig) -> Problems:
+        """What of `config` is another model or another engine."""
+        yield from contradictions("model", config.model, self.model, "costs.table")
+        pairs = ("cluster.gpu", config.cluster.gpu, self.device), ("rollout.tp", config.rollout.tp, self.tp)
+        for path, value, there in pairs:
+            if value != there:
+                yield ConfigProblem(path, value, f"contradicts costs.table, which was measured with {there!r}")
+
+
 class MeasuredCosts:
     """Lines fitted to a real engine's steps by `tools/fit_cost_model.py`; the file says on which machine.
 
@@ -132,7 +152,8 @@ class MeasuredCosts:
     positions); a draft of a kind: a + b B + c tokens; a prompt step: p0 + pT tokens.
     """
 
-    def __init__(self, table: dict[str, Any]):
+    def __init__(self, table: dict[str, Any], measured: Measured):
+        self.measured = measured
         self._plain, self._verify = table["plain"], table["verify"]
         self._drafts, self._prefill = table["drafts"], table["prefill"]
 
@@ -140,7 +161,10 @@ class MeasuredCosts:
     def load(cls, path: str) -> MeasuredCosts:
         """Reads a table. Raises ConfigError, naming costs.table, if it is none."""
         try:
-            return cls(json.loads(Path(path).read_text(encoding="utf-8"))["table"])
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            measured = dict(record["measured"])
+            model = ArchitectureConfig.model_validate(measured.pop("model"))
+            return cls(record["table"], Measured(model=model, **measured))
         except (OSError, ValueError, KeyError, TypeError) as error:
             allowed = f"must be a table written by tools/fit_cost_model.py: {error}"
             raise ConfigError.of("costs.table", str(Path(path).absolute()), allowed) from error
@@ -177,7 +201,10 @@ def kv_bytes(model: ArchitectureConfig) -> int:
 def build_costs(config: SimConfig) -> CostModel:
     """The configured cost model. Raises ConfigError."""
     if config.costs.table is not None:
-        return MeasuredCosts.load(config.costs.table)
+        costs = MeasuredCosts.load(config.costs.table)
+        if problems := list(costs.measured.problems(config)):
+            raise ConfigError(problems)
+        return costs
     assert config.model is not None, "checked by check_sim"
     drafted = config.rollout.speculation.draft_vocab_size
     gpu, drafter = GPUS[config.cluster.gpu], trained_drafter(config)

@@ -7,12 +7,15 @@ that a run would allocate.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.config.planning.parameters import MIB, kv_bytes_per_token
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
@@ -21,12 +24,17 @@ from megatron_tlt.types import CAPABILITIES
 
 # Assumed: the median response takes this share of `rollout.max_tokens`, with the default spread of lengths.
 _MEDIAN_SHARE = 1 / 8
+_PROMPT_TOKENS = 256  # assumed, where `data.max_prompt_tokens` is not less
 _GPUS = ((40.0, "rtx4090"), (80.0, "h100"), (math.inf, "h200"))  # assumed, by the most GiB of memory
 STALE_RATE = 0.5  # assumed: of a drafter that starts from the policy's second layer
+ADAPTED_RATE = 0.82  # assumed: of that drafter once it is adapted
 
 
-def simulation_of(config: Config) -> SimConfig:
-    """The simulation of a run on the machines of its `cluster` section. Raises ConfigError if it cannot run or fit."""
+def simulation_of(config: Config) -> tuple[SimConfig, list[str]]:
+    """The simulation of a run on the machines of its `cluster` section, and what is assumed of the run for it, a
+    sentence each. `algorithm.teacher_shape` is the teacher's, where it is known. Raises ConfigError if the run cannot
+    run or fit.
+    """
     ranks, shape = config.cluster.num_ranks, config.model.architecture
     if shape is None:
         raise ConfigError.of("model.architecture", None, "is required to simulate a run: the shape of the model")
@@ -35,7 +43,31 @@ def simulation_of(config: Config) -> SimConfig:
         raise ConfigError.of("cluster.memory_gib", None, "is required to simulate a run: it decides which GPU that is")
     if problems := find_problems(config, None, ranks, "cuda"):
         raise ConfigError(problems)
-    cache = estimate_memory(config, shape, ranks, "cuda")[0].parts[KV]
+    tree: dict[str, Any] = {
+        "name": Path(config.train.run_dir).name,
+        "model": shape,
+        "cluster": {
+            "nodes": config.cluster.nodes,
+            "gpus_per_node": config.cluster.ranks_per_node,
+            "gpu": next(gpu for most, gpu in _GPUS if memory <= most),
+        },
+        "workload": {
+            "steps": 2,
+            "prompts_per_step": config.train.prompts_per_step,
+            "prompt_tokens": min(_PROMPT_TOKENS, config.data.max_prompt_tokens),
+            "lengths": {"median": max(1.0, config.rollout.max_tokens * _MEDIAN_SHARE)},
+        },
+        "rollout": _rollout(config, shape),
+        "idle": config.idle,
+        "drafters": {"trained": {"rates": (ADAPTED_RATE,), "stale_rates": (STALE_RATE,)}},
+        "training": _training(config),
+    }
+    return SimConfig.model_validate(tree), list(_assumed(config))
+
+
+def _rollout(config: Config, shape: ArchitectureConfig) -> RolloutSection:
+    """The engine with the planned KV cache, and a drafter that is there."""
+    cache = estimate_memory(config, shape, config.cluster.num_ranks, "cuda")[0].parts[KV]
     tokens = cache // kv_bytes_per_token(config, shape)
     # The simulator counts the policy's layers only; so many MiB of those hold as many tokens.
     cache_mib = max(1, tokens * kv_bytes(shape) // config.rollout.tp // MIB)
@@ -46,34 +78,45 @@ def simulation_of(config: Config) -> SimConfig:
             "draft_vocab_size": speculation.draft_tokens(shape.vocab_size),
         }
         speculation = speculation.model_copy(update=made)
-    rollout = {"kv_cache_mib": cache_mib, "speculation": speculation}
-    gpu = next(gpu for most, gpu in _GPUS if memory <= most)
-    tree: dict[str, Any] = {
-        "name": Path(config.train.run_dir).name,
-        "model": shape,
-        "cluster": {
-            "nodes": config.cluster.nodes,
-            "gpus_per_node": config.cluster.ranks_per_node,
-            "gpu": gpu,
-        },
-        "workload": {
-            "steps": 2,
-            "prompts_per_step": config.train.prompts_per_step,
-            "lengths": {"median": max(1.0, config.rollout.max_tokens * _MEDIAN_SHARE)},
-        },
-        "rollout": config.rollout.model_copy(update=rollout),
-        "idle": config.idle,
-        "drafters": {"trained": {"rates": (0.82,), "stale_rates": (STALE_RATE,)}},
-        "training": {
-            "tp": config.actor.tp,
-            "pp": config.actor.pp,
-            "cp": config.actor.cp,
-            "recompute": config.actor.recompute == "full",
-            "logprob_passes": _logprob_passes(config),
-            "micro_step_tokens": config.drafter.sizes("cuda").micro_step_tokens * config.rollout.tp,
-        },
+    return config.rollout.model_copy(update={"kv_cache_mib": cache_mib, "speculation": speculation})
+
+
+def _training(config: Config) -> dict[str, Any]:
+    """The update, the passes before it, and the drafter's micro-step."""
+    teacher = config.algorithm.teacher_shape if _scores_with_teacher(config) else None
+    return {
+        "tp": config.actor.tp,
+        "pp": config.actor.pp,
+        "recompute": config.actor.recompute == "full",
+        "lora": config.actor.lora is not None,
+        "logprob_passes": _logprob_passes(config) - (teacher is not None),
+        "teacher": teacher,
+        "micro_step_tokens": config.drafter.sizes("cuda").micro_step_tokens * config.rollout.tp,
     }
-    return SimConfig.model_validate(tree)
+
+
+def _scores_with_teacher(config: Config) -> bool:
+    """Whether the frozen model that is scored beside the policy is a teacher."""
+    return config.algorithm.teacher is not None and config.algorithm.kl_weight > 0
+
+
+def _assumed(config: Config) -> Iterator[str]:
+    """What the simulation leaves out of the run, or takes for what is not known of it."""
+    most = config.data.max_prompt_tokens
+    yield f"prompts have {min(_PROMPT_TOKENS, most)} tokens (data.max_prompt_tokens: {most:,})"
+    if config.rollout.speculation.trained:
+        yield (
+            f"a token of the trained drafter is right with a chance of {STALE_RATE:g} at first, and with one of "
+            f"{ADAPTED_RATE:g} once the drafter is adapted"
+        )
+    if config.algorithm.dynamic_sampling:
+        yield "a step has one rollout: algorithm.dynamic_sampling drops no group and rolls out no more prompts"
+    if config.env is not None and config.env.is_named:
+        at, value = config.env.named_by
+        yield f"responses have one turn: nothing is waited for or read of the environment ({at} = {value!r})"
+    if _scores_with_teacher(config) and config.algorithm.teacher_shape is None:
+        teacher = config.algorithm.teacher
+        yield f"the teacher's pass costs one of the policy: algorithm.teacher = {teacher!r} is not on this machine"
 
 
 def _logprob_passes(config: Config) -> int:

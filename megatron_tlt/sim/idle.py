@@ -38,7 +38,7 @@ class Waits:
     pre_rolls: np.ndarray  # float64 [R], seconds of pre-rollouts
     micro_steps: int
     done: float  # the slowest replica's last response
-    late: float  # seconds that the last micro-step or decoding step made all ranks wait
+    late: float  # seconds that the last decoding step, or micro-steps, made all ranks wait
 
 
 @dataclass(slots=True)
@@ -91,6 +91,12 @@ class IdleTime:
         training = sum(window.now > done for window in windows)
         decoding = sum(window.now == done and window.pre_rolls > 0 for window in windows)
         late = max(step * training / (training + 1), self._decode_step * decoding / (decoding + 1))
+        for window in windows:  # the least micro-steps are due whether a rank waits or not
+            due = self._policy.min_steps_per_window - window.steps
+            if due > 0 and self._policy.train_drafter and window.samples:
+                window.steps += due
+                window.now += due * step
+                late = max(late, window.now - done)
         trains = [w.steps * step - max(0.0, w.now - done - late) for w in windows]
         for window, trained in zip(windows, trains, strict=True):
             past = window.past

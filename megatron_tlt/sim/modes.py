@@ -9,6 +9,8 @@ from megatron_tlt.config.checks.sim import check_sim
 from megatron_tlt.config.planning.parameters import total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.cluster import weight_passes
+from megatron_tlt.sim.cost_model import MeasuredCosts
 from megatron_tlt.sim.limits import check_limits
 from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
@@ -24,8 +26,11 @@ MODES = {
 }
 
 
-def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ()) -> SimResult:
+def simulate(
+    config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = (), assumed: Sequence[str] = ()
+) -> SimResult:
     """All modes on all numbers of nodes (none: the file's). The first mode is the baseline of the comparisons.
+    `assumed`: what was assumed to make `config` of a run's (`from_run`).
 
     Raises ConfigError with every problem found.
     """
@@ -38,7 +43,8 @@ def simulate(config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = ())
     points = {key: Simulation(of).run(key[1]) for key, of in configs.items()}
     comparisons = [compare(points[count, modes[0]], points[count, mode]) for count in counts for mode in modes[1:]]
     ordered = list(points.values())
-    return SimResult(titled(config), config.model_dump(mode="json"), assumptions(config), ordered, comparisons)
+    texts = [*assumed, *assumptions(config)]
+    return SimResult(titled(config), config.model_dump(mode="json"), texts, ordered, comparisons)
 
 
 def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
@@ -95,7 +101,11 @@ def assumptions(config: SimConfig) -> list[str]:
     at = f"rollout.max_tokens, {config.rollout.max_tokens}"
     lines.append(f"{responses}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
     if config.costs.table is not None:
-        lines.append(f"engine steps cost what was measured in {config.costs.table}")
+        measured = MeasuredCosts.load(config.costs.table).measured
+        lines.append(
+            f"engine steps cost what was measured in {config.costs.table} with up to {measured.requests:,} requests "
+            f"and {measured.cached_tokens:,} cached tokens; those of steps with more are extrapolated"
+        )
     else:
         c = config.costs
         lines.append(
@@ -103,10 +113,11 @@ def assumptions(config: SimConfig) -> list[str]:
             f"{c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with drafts"
         )
     if training.update_us_per_token is None:
-        operations = 8 if training.recompute else 6
+        teacher = "" if training.teacher is None else " and one of the teacher"
         lines.append(
-            f"update of {operations} operations a parameter and token, attention besides, and "
-            f"{training.logprob_passes} passes before it, at {training.mfu:.0%} of the peak"
+            f"update of {2 * weight_passes(training)} operations a parameter and token, attention besides, and "
+            f"{training.logprob_passes} passes{teacher} before it, at {training.mfu:.0%} of the peak; responses "
+            "without a gradient, which a run leaves out of its update, are in it"
         )
     else:
         lines.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")

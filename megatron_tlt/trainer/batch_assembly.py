@@ -2,7 +2,8 @@
 
 The placement is computed from the same table of all ranks' samples on every rank, so all ranks agree without a
 controller. A sample without a gradient (`Algorithm.has_gradient`, no losses of routers) has a row in the table, counts
-in its mini-batch's divisor, and goes to no replica. Legend: N samples of the step over all ranks, R response tokens.
+in its mini-batch's divisor, and goes to no replica. Legend: N samples to train on, S samples that the step scored, both
+over all ranks (S > N with dynamic sampling), R response tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from megatron_tlt.algorithms.advantages import mean_and_std
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, gather_large, redistribute, sum_over_replicas
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _COLUMNS = {
     "prompt_id": np.int64,
     "sample_index": np.int64,
+    "value": np.float64,
     "reward": np.float64,
     "correct": np.bool_,
     "length": np.int64,
@@ -44,7 +47,10 @@ _COLUMNS = {
     "aborted": np.bool_,
     "cost": np.int64,
     "off_policy": np.bool_,
+    "is_trained": np.bool_,
 }
+_TABLE = ("prompt_id", "sample_index", "reward", "length", "truncated", "aborted")  # of `RewardTable`
+_SCORED = ("value", "reward", "correct", "length", "truncated", "aborted")  # of `ScoredRows`
 
 
 def as_columns(kinds: Mapping[str, type], rows: Sequence[tuple[object, ...]]) -> dict[str, np.ndarray]:
@@ -83,8 +89,43 @@ def _past_responses(group: SampleGroup) -> list[PastResponse]:
 
 
 @dataclass(frozen=True)
+class ScoredRows:
+    """One row a sample that the step scored, [S] each, over all ranks: those to train on, and those of groups that
+    dynamic sampling left out.
+    """
+
+    value: np.ndarray  # rewards before overlong shaping
+    reward: np.ndarray  # and after it
+    correct: np.ndarray
+    length: np.ndarray  # response tokens that the policy drew
+    truncated: np.ndarray
+    aborted: np.ndarray  # of these, rewards do not count
+    is_shaped: bool  # overlong shaping is configured
+
+    def metrics(self) -> dict[str, float]:
+        """Statistics of rewards and lengths."""
+        length, judged = self.length, ~self.aborted
+        row = {"rollout/samples": float(len(length))}
+        if len(length):
+            row |= {
+                "reward/accuracy": float(self.correct[judged].mean()) if judged.any() else 0.0,
+                "length/mean": float(length.mean()),
+                "length/median": float(np.median(length)),
+                "length/p95": float(np.quantile(length, 0.95)),
+                "length/max": float(length.max()),
+                "length/truncated": float(self.truncated.mean()),
+            }
+        if judged.any():
+            value = self.value[judged]
+            row["reward/mean"], row["reward/std"] = mean_and_std(value)
+            if self.is_shaped:
+                row["reward/overlong_penalty"] = float((value - self.reward[judged]).mean())
+        return row
+
+
+@dataclass(frozen=True)
 class StepTable:
-    """One row a sample, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
+    """One row a sample to train on, over all ranks, sorted by (prompt_id, sample_index); the same on every rank.
 
     `mini_batch` and `dp_rank` (int64 [N]) say where each row is trained; `dp_rank` is -1 for rows without a gradient.
     """
@@ -92,28 +133,19 @@ class StepTable:
     rewards: RewardTable
     mini_batch: np.ndarray
     dp_rank: np.ndarray
+    scored: ScoredRows
 
     def members(self, mini_batch: int) -> np.ndarray:
         """Rows of one mini-batch, int64."""
         return np.flatnonzero(self.mini_batch == mini_batch)
 
     def metrics(self) -> dict[str, float]:
-        """Statistics of rewards, accuracy and lengths over all ranks, and how much the update left out."""
-        length, valid = self.rewards.length, self.rewards.valid()
-        if not len(length):
-            return {"rollout/samples": 0.0}
-        skipped = float(length[self.dp_rank < 0].sum())
-        return {
-            "rollout/samples": float(len(length)),
-            "reward/accuracy": float(valid.correct.mean()) if len(valid.correct) else 0.0,
-            "length/mean": float(length.mean()),
-            "length/median": float(np.median(length)),
-            "length/p95": float(np.quantile(length, 0.95)),
-            "length/max": float(length.max()),
-            "length/truncated": float(self.rewards.truncated.mean()),
-            "update/skipped_tokens": skipped,
-            "update/skipped_share": skipped / max(1, int(length.sum())),
-        }
+        """Statistics of rewards and lengths of all that was scored, and how much of the table the update left out."""
+        length, row = self.rewards.length, self.scored.metrics()
+        if len(length):
+            skipped = float(length[self.dp_rank < 0].sum())
+            row |= {"update/skipped_tokens": skipped, "update/skipped_share": skipped / max(1, int(length.sum()))}
+        return row
 
 
 def place(
@@ -150,9 +182,13 @@ class BatchAssembler:
         self._mini_batches = algorithm.config.mini_batches
         self._sum = partial(sum_over_replicas, world, policy.dims)
 
-    def exchange(self, groups: Sequence[SampleGroup]) -> tuple[StepTable, list[list[TrainSequence]]]:
-        """The step's table, and this replica's sequences with a gradient by mini-batch. Collective."""
-        table = self._gather_table(groups)
+    def exchange(
+        self, groups: Sequence[SampleGroup], scored: Sequence[SampleGroup]
+    ) -> tuple[StepTable, list[list[TrainSequence]]]:
+        """The step's table, and this replica's sequences with a gradient by mini-batch, from this rank's `groups` to
+        train on and all that were `scored`. Collective.
+        """
+        table = self._gather_table({group.prompt.prompt_id for group in groups}, scored)
         ranks = [self._dims.replica_ranks(dp) for dp in range(self._dims.dp)]
         row_of = table.rewards.row_of()
         outgoing = []
@@ -196,12 +232,13 @@ class BatchAssembler:
     def _logprobs(self, flat: list[TrainSequence], which: Literal["policy", "reference"]) -> list[np.ndarray]:
         return self._policy.logprobs(flat, self._temperature, which=which)
 
-    def _gather_table(self, groups: Sequence[SampleGroup]) -> StepTable:
-        """The step's table from every rank's scored groups. Collective."""
+    def _gather_table(self, trained: set[int], scored: Sequence[SampleGroup]) -> StepTable:
+        """The step's table from every rank's scored groups and prompts to train on. Collective."""
         rows = [
             (
                 sample.prompt_id,
                 sample.sample_index,
+                reward.value,
                 shaped,
                 reward.correct,
                 sample.num_drawn,
@@ -209,22 +246,30 @@ class BatchAssembler:
                 sample.finish_reason == "abort",
                 len(group.prompt.token_ids) + len(sample.token_ids),
                 sample.policy_version < self._policy.policy_version,
+                sample.prompt_id in trained,
             )
-            for group in groups
+            for group in scored
             for sample, reward, shaped in zip(group.samples, group.rewards, self._algorithm.shaped(group), strict=True)
         ]
         columns = gather_columns(self._world, as_columns(_COLUMNS, rows))
         order = np.lexsort((columns["sample_index"], columns["prompt_id"]))
         columns = {name: values[order] for name, values in columns.items()}
-        costs, off_policy = (columns.pop(name) for name in ("cost", "off_policy"))
-        rewards = RewardTable(kl_sum=np.zeros(len(order)), **columns)
+        is_shaped = self._algorithm.config.overlong_buffer > 0
+        of_step = ScoredRows(is_shaped=is_shaped, **{name: columns[name] for name in _SCORED})
+        columns = {name: values[columns["is_trained"]] for name, values in columns.items()}
+        kl_sum = np.zeros(len(columns["reward"]))
+        return self._placed(RewardTable(kl_sum=kl_sum, **{name: columns[name] for name in _TABLE}), columns, of_step)
+
+    def _placed(self, rewards: RewardTable, columns: Mapping[str, np.ndarray], scored: ScoredRows) -> StepTable:
+        """The table with the place of each row; `columns`: its costs, and which rows earlier policies drew."""
         has_gradient = self._algorithm.has_gradient(rewards)
         if self._algorithm.config.mask_off_policy and not self._algorithm.needs_token_kl:
-            has_gradient &= ~off_policy  # all of such a response's tokens are masked
+            has_gradient &= ~columns["off_policy"]  # all of such a response's tokens are masked
         if self._policy.actor.has_router_losses:
             has_gradient |= ~rewards.aborted
-        mini_batch, dp_rank = place(rewards.prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
-        return StepTable(rewards, mini_batch, dp_rank)
+        prompt_id, costs = rewards.prompt_id, columns["cost"]
+        mini_batch, dp_rank = place(prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
+        return StepTable(rewards, mini_batch, dp_rank, scored)
 
     def _with_kl(self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]) -> RewardTable:
         row_of = table.rewards.row_of()

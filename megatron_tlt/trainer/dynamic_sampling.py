@@ -57,9 +57,9 @@ class EmptySteps:
         self._limit, self._is_main = limit, is_main
         self._count, self._last = 0, Dropped()
 
-    def look(self, step: int, rounds: int, num_kept: int, dropped: Dropped) -> RankMetrics:
+    def look(self, step: int, rounds: int, num_kept: int, num_surplus: int, dropped: Dropped) -> RankMetrics:
         """After the rollouts of `step` (1-based), from figures over all ranks: counts an empty step. Rank 0 logs a
-        warning of it and returns the metrics.
+        warning of it and returns the metrics. `num_surplus`: groups with a gradient beyond those that a step trains on.
         """
         self._count, self._last = (0 if num_kept else self._count + 1), dropped
         if not self._is_main:
@@ -69,6 +69,7 @@ class EmptySteps:
         row: dict[str, float] = {
             "sampling/rounds": rounds,
             "sampling/kept_groups": num_kept,
+            "sampling/surplus_groups": num_surplus,
             "sampling/dropped_groups": dropped.groups,
             "sampling/empty_in_a_row": self._count,
         }

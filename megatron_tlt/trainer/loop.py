@@ -77,7 +77,7 @@ class RLTrainer(Job):
         stats = self.sampler.take_stats()
         self.sampler.release()  # until the weight sync
         with self.metrics.phase("exchange"):
-            table, sequences = self.assembler.exchange(groups)
+            table, sequences = self.assembler.exchange(groups, scored)
         with self.metrics.phase("logprobs"):
             batch = self.assembler.build_batch(sequences, table)
         self.recovery.may_stop("update")

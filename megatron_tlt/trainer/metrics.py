@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
+_NOT_OF_PROCESSES = {"preemptions", "prefill_steps"}  # which engines in processes of their own do not count
 _TURN_COUNTERS = ("turns", "given_tokens", "prefill_steps")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "accepted_tokens", "emitted_tokens")
 _PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
@@ -158,14 +159,14 @@ class RunMetrics:
         of_engine = stats if self._is_first else EngineStats()  # every rank of an engine counts all of it
         self._log_rollout(step, of_engine, stats)
         phases = self._events.end_step()
-        own = mine | reduced(self._windows) | self._peaks.take() | _counters(of_engine, stats)
+        own = mine | reduced(self._windows) | self._peaks.take() | self._counters(of_engine, stats)
         if self._config.env is not None:
             own |= turn_metrics(scored)
         if self._config.rewards.functions:
             own |= sums({"reward/failures": sum(r.failure is not None for group in scored for r in group.rewards)})
         if (failures := failure_warning(scored)) is not None:
             _log.warning(failures)
-        responses = rank_row(of_engine, groups)
+        responses = rank_row(of_engine, scored)
         gathered = self.world.all_gather_object((phases, own, responses))
         all_phases = [of_rank for of_rank, _, _ in gathered]
         row = {name if "/" in name else f"policy/{name}": value for name, value in metrics.items()}
@@ -189,6 +190,17 @@ class RunMetrics:
             self._rollouts.write_rows(step, step_row([of_rank for *_, of_rank in gathered]))
         self._log_responses(step, groups, scored)
         self._progress.step_done(step, row)
+
+    def _counters(self, of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
+        """Of an engine, on its first rank, and this rank's waits for environments."""
+        names = _COUNTERS + (_TURN_COUNTERS if stats.turns else ())
+        left_out = set() if self._config.rollout.engine_process is None else _NOT_OF_PROCESSES
+        values = {name: getattr(of_engine, name) for name in names if name not in left_out}
+        if stats.turns:
+            values["parked_seconds"] = stats.parked_seconds
+        names = _SPEC_COUNTERS + (_PRE_ROLLED if stats.speculation.pre_rolled_rows else ())
+        values |= {f"spec_{name}": getattr(of_engine.speculation, name) for name in names}
+        return sums({f"engine/{name}": value for name, value in values.items()})
 
     def _log_rollout(self, step: int, of_engine: EngineStats, stats: EngineStats) -> None:
         """The engine's curve, and this rank's waits for environments in it, as events."""
@@ -272,7 +284,8 @@ def window_metrics(report: WindowReport, is_group_leader: bool) -> RankMetrics:
         row |= {"drafter/steps": report.steps, "drafter/tokens": report.tokens}
     ends = {"idle/entered_max": report.entered_at, "idle/left_max": report.left_at}
     learned = {name: report.metrics[name] for name in _DRAFTER if name in report.metrics}
-    means = {f"drafter/{name}_mean": Metric(value, Reduce.MEAN) for name, value in learned.items()}
+    steps = report.steps  # windows of many micro-steps count for more
+    means = {f"drafter/{name}_mean": Metric(value * steps, Reduce.MEAN, steps) for name, value in learned.items()}
     return sums(row) | {name: Metric(end, Reduce.MAX) for name, end in ends.items()} | means
 
 
@@ -281,17 +294,6 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = sorted({name for phases in ranks for name in phases})
     times = {f"time/{name}": sum(p.get(name, 0.0) for p in ranks) / len(ranks) for name in names}
     return times | {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
-
-
-def _counters(of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
-    """Of an engine, on its first rank, and this rank's waits for environments."""
-    values = {name: getattr(of_engine, name) for name in _COUNTERS}
-    if stats.turns:
-        values |= {name: getattr(of_engine, name) for name in _TURN_COUNTERS}
-        values["parked_seconds"] = stats.parked_seconds
-    names = _SPEC_COUNTERS + (_PRE_ROLLED if stats.speculation.pre_rolled_rows else ())
-    values |= {f"spec_{name}": getattr(of_engine.speculation, name) for name in names}
-    return sums({f"engine/{name}": value for name, value in values.items()})
 
 
 def _rollout_rates(row: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

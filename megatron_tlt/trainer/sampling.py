@@ -116,7 +116,7 @@ class GroupSampler:
             chosen = set(ids[:num_prompts])
             _forget_experts([group for group in kept if group.prompt.prompt_id not in chosen])
             kept = [group for group in kept if group.prompt.prompt_id in chosen]
-            row |= self.empty_steps.look(step, rounds, len(chosen), dropped)
+            row |= self.empty_steps.look(step, rounds, len(chosen), len(ids) - len(chosen), dropped)
         return kept, scored, row
 
     def _next_prompts(self, step: int, count: int) -> list[Prompt]:

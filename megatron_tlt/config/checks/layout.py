@@ -116,9 +116,14 @@ def check_first_stage(config: TrainingConfig, shape: ArchitectureConfig | None) 
 
 def check_nodes(config: TrainingConfig, path: str, tp: int) -> Problems:
     """Tensor parallelism exchanges activations in every layer: over the network it would stall the run."""
-    per_node = config.cluster.ranks_per_node
-    if config.cluster.nodes > 1 and (tp > per_node or per_node % tp):
-        yield ConfigProblem(path, tp, f"must divide cluster.ranks_per_node ({per_node}): TP stays inside a node")
+    cluster = config.cluster
+    yield from node_problems(cluster.nodes, "cluster.ranks_per_node", cluster.ranks_per_node, path, tp)
+
+
+def node_problems(nodes: int, field: str, per_node: int, path: str, tp: int) -> Problems:
+    """A tensor-parallel size that does not divide the ranks of one of several nodes, which `field` gives."""
+    if nodes > 1 and per_node % tp:
+        yield ConfigProblem(path, tp, f"must divide {field} ({per_node}): TP stays inside a node")
 
 
 def check_hosts(config: TrainingConfig, hosts: Sequence[str]) -> Problems:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_tlt.config.sim import AcceptanceSection, SimConfig
+from megatron_tlt.config.checks.layout import node_problems, pp_problems, tp_problems
+from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 
@@ -18,19 +19,32 @@ def check_sim(config: SimConfig) -> Problems:
     if config.rollout.carry_over is not None:
         allowed = "must be null in a simulation, whose steps finish their responses"
         yield ConfigProblem("rollout.carry_over", config.rollout.carry_over, allowed)
-    gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    for path, size in (("rollout.tp", config.rollout.tp), ("training.tp", measured.tp)):
-        if gpus % size:
-            yield ConfigProblem(path, size, f"must divide the {gpus} GPUs")
-    if gpus % (block := measured.tp * measured.pp * measured.cp):
-        yield ConfigProblem("training.pp", measured.pp, f"tp x pp x cp = {block} must divide the {gpus} GPUs")
+    yield from _check_layout(config)
     if config.workload.lengths.path is not None and config.workload.lengths.values:
         allowed = "not with workload.lengths.values: one of them must be null or []"
         yield ConfigProblem("workload.lengths.path", config.workload.lengths.path, allowed)
-    for name in ("suffix", "trained"):
-        section: AcceptanceSection = getattr(config.drafters, name)
-        for field in ("rates", "stale_rates"):
-            rates: tuple[float, ...] = getattr(section, field)
-            if any(not 0 <= rate < 1 for rate in rates) or (field == "rates" and not rates):
-                allowed = "must be numbers >= 0 and < 1, one at least"
-                yield ConfigProblem(f"drafters.{name}.{field}", list(rates), allowed)
+    suffix, trained = config.drafters.suffix, config.drafters.trained
+    if suffix.stale_rates:
+        allowed = "must be []: suffix drafts are not trained"
+        yield ConfigProblem("drafters.suffix.stale_rates", list(suffix.stale_rates), allowed)
+    all_rates = {"suffix.rates": suffix.rates, "trained.rates": trained.rates}
+    if trained.stale_rates:
+        all_rates["trained.stale_rates"] = trained.stale_rates
+    for name, rates in all_rates.items():
+        if not rates or any(not 0 <= rate < 1 for rate in rates):
+            yield ConfigProblem(f"drafters.{name}", list(rates), "must be numbers >= 0 and < 1, one at least")
+
+
+def _check_layout(config: SimConfig) -> Problems:
+    """Sizes that do not divide the GPUs, a node's, or the model."""
+    nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
+    training, gpus = config.training, nodes * per_node
+    for path, tp in (("rollout.tp", config.rollout.tp), ("training.tp", training.tp)):
+        if gpus % tp:
+            yield ConfigProblem(path, tp, f"must divide the {gpus} GPUs")
+        else:
+            yield from node_problems(nodes, "cluster.gpus_per_node", per_node, path, tp)
+        yield from tp_problems(config.model, path, tp)
+    if gpus % (block := training.tp * training.pp):
+        yield ConfigProblem("training.pp", training.pp, f"tp x pp = {block} must divide the {gpus} GPUs")
+    yield from pp_problems(config.model, "training.pp", training.pp)

@@ -181,13 +181,16 @@ def guards(world: World, root: Path) -> None:
 
 
 def nothing_trained(world: World, root: Path) -> None:
-    """A denominator of zero: Adam must not move on momentum or weight decay."""
-    policy = make_policy(world, root / "qwen2", ADAM, WeightedNll(), keep_reference=False)
-    policy.train_step(train_batch([sequences(4)], [50.0]))
+    """A denominator of zero: Adam must not move on momentum or weight decay, nor metrics on such a mini-batch."""
+    policy, beside = (make_policy(world, root / "qwen2", ADAM, WeightedNll(), keep_reference=False) for _ in range(2))
+    alone = policy.train_step(train_batch([sequences(4)], [50.0])).metrics
+    metrics = beside.train_step(train_batch([sequences(4), []], [50.0, 0.0])).metrics
+    same = all(metrics[name] == alone[name] != 0 for name in ("loss", "grad_norm", "grad_clipped"))
     before = copy_of(policy.named_weights())
     out = policy.train_step(train_batch([[]], [0.0]))
     untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
-    say(world, case="nothing_trained", untouched=untouched and out.skipped and out.policy_version == 1)
+    untouched = untouched and out.skipped and out.policy_version == 1
+    say(world, case="nothing_trained", untouched=untouched, same_metrics=same)
 
 
 def decay(world: World, root: Path) -> None:

@@ -56,7 +56,8 @@ def train(
     assembler = BatchAssembler(world, policy, algorithm, TEMPERATURE)
     figures = []
     for step in range(len(STEPS)):
-        table, parts = assembler.exchange(groups(step)[world.rank :: world.size])
+        mine = groups(step)[world.rank :: world.size]
+        table, parts = assembler.exchange(mine, mine)
         out = policy.train_step(assembler.build_batch(parts, table))
         figures.append(
             {

@@ -170,7 +170,6 @@ def make_table(responses: list[Response]) -> RewardTable:
         prompt_id=np.array([a.prompt for a in responses]),
         sample_index=np.array([a.index for a in responses]),
         reward=np.array([a.reward for a in responses]),
-        correct=np.array([a.reward == 1 for a in responses]),
         length=np.array([len(a) - sum(end - begin for begin, end in a.given) for a in responses]),
         truncated=np.array([a.truncated for a in responses]),
         aborted=np.zeros(len(responses), np.bool_),

@@ -52,7 +52,7 @@ def test_wandb_continues_its_run_and_has_a_row_a_turn(tmp_path, monkeypatch):
         return [dict(zip(columns, row, strict=True)) for row in data]
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=table))
-    for start in (0, 1):
+    for start in (0, 1, 0):  # the last one is a new run in the same directory
         logger = MetricsLogger(tmp_path, ObserveSection(wandb_project="p", tensorboard=False), 0, start)
         logger.log(start + 1, {"a": 1.0})
         turns = [{"response": "f", "calls": [{"name": "f"}], "observation": "2", "reward": 0.5, "seconds": 0.1}]
@@ -63,7 +63,7 @@ def test_wandb_continues_its_run_and_has_a_row_a_turn(tmp_path, monkeypatch):
     of_turn = [(row["turn"], row["turn_response"], row["calls"], row["turn_observation"]) for row in first]
     assert of_turn == [(1, "f", '[{"name": "f"}]', "2"), (2, "2", None, None), (1, "x", None, None)]
     assert [(row["reward"], row["turn_reward"]) for row in first[:2]] == [(1.0, 0.5), (1.0, None)]
-    assert [row["resumed"] for row in calls if "resumed" in row] == [None, "abc"]
+    assert [row["resumed"] for row in calls if "resumed" in row] == [None, "abc", None]
     assert {"step": 2, "a": 1.0} in calls
 
 

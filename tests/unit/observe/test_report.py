@@ -97,6 +97,17 @@ def test_a_run_without_a_tail_is_named(tmp_path, waits, longest, label, figures)
     assert all(figure in f"{found.value} {found.note}" for figure in figures)
 
 
+def test_rates_and_shares_of_a_run_are_those_of_all_its_tokens(tmp_path):
+    run = read_run(write_run(tmp_path / "r", steps=2))
+    for row, tokens, accepted, seconds in zip(run.steps, (900.0, 100.0), (0.0, 50.0), (9.0, 91.0), strict=True):
+        row |= {"engine/generated_tokens": tokens, "time/rollout": seconds - 1.0, "time/idle": 1.0}
+        row |= {"engine/tokens_per_s": tokens / seconds, "pre_rollout/seconds": 1.0, "pre_rollout/tokens": 80.0}
+        row |= {"engine/spec_pre_rolled_accepted": accepted, "pre_rollout/drafted_share": accepted / tokens}
+    stats = {stat.label: stat for stat in run_page(run).stats}
+    assert stats["rollout"].value == "10"
+    assert "5% of all tokens were pre-rolled" in stats["idle time that pre-rolled"].note
+
+
 DRAFTED = [("", "2"), ("accepted", "+6"), ("refused", "<i>7</i>"), ("given", "=")], [("accepted", "8 <b>bold</b>")]
 PLAIN = [("", "2+6"), ("given", "= ")], [("", "8 <b>bold</b>")]
 

@@ -3,7 +3,7 @@ import pytest
 
 from benchmarks.gpu.bounds import train_flops
 from megatron_tlt.sim.cluster import Cluster
-from tests.helpers.sim import sim_config
+from tests.helpers.sim import MODEL, sim_config
 
 
 def test_updates_cost_operations_over_the_gpus():
@@ -13,6 +13,24 @@ def test_updates_cost_operations_over_the_gpus():
     assert cluster.logprobs(responses) == pytest.approx(cluster.update(responses) / 2)  # 2 x 2 of 8
     measured = Cluster(sim_config("training.update_us_per_token=80", "training.update_ms=500"))
     assert measured.update(responses) == pytest.approx(0.5 + 80e-6 * 10_000 / 4)  # 4 replicas of tp 2
+
+
+@pytest.mark.parametrize(("recompute", "operations"), [("true", 6), ("false", 4)])
+def test_frozen_weights_of_adapters_have_no_gradients(recompute, operations):
+    overrides, long = ["training.lora=true", f"training.recompute={recompute}"], np.full(1, 131072)
+    responses = np.full(1000, 10)
+    found = Cluster(sim_config(*overrides)).update(responses)
+    assert found == pytest.approx(operations * 7.6157e9 * 1e4 / (8 * 989e12 * 0.35), rel=0.001)
+    saved = Cluster(sim_config(overrides[1])).update(long) - Cluster(sim_config(*overrides)).update(long)
+    assert saved == pytest.approx(2 * 7.6157e9 * 131072 / (8 * 989e12 * 0.35), rel=0.001), "attention's stay"
+
+
+def test_a_teacher_scores_once_beside_the_passes_of_the_policy():
+    teacher = MODEL | {"num_layers": 56, "tie_word_embeddings": False}
+    config = sim_config("training.logprob_passes=1", training={"tp": 2, "teacher": teacher})
+    alone, other = (sim_config("training.logprob_passes=1", model=model) for model in (MODEL, teacher))
+    found, *parts = (Cluster(of).logprobs(np.full(100, 1000)) for of in (config, alone, other))
+    assert found == pytest.approx(sum(parts)) and parts[1] > 1.8 * parts[0]
 
 
 def test_attention_of_long_responses_costs_more_than_their_parameters():

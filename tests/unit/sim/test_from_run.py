@@ -20,7 +20,7 @@ def test_the_cache_that_is_simulated_is_the_planned_one():
     cache = estimate_memory(config, config.model.architecture, 64)[0].parts[KV]
     # Of a token on one of 4 ranks: 64 layers and the drafter's (all 8 heads) of keys and values, and a hidden state.
     token = 2 * (64 * 2 + 8) * 128 * 2 + 5120 * 2
-    assert cache_tokens(simulation_of(config)) == pytest.approx(cache / token, rel=1e-4)
+    assert cache_tokens(simulation_of(config)[0]) == pytest.approx(cache / token, rel=1e-4)
 
 
 def test_what_does_not_fit_is_not_simulated(capsys):
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_not_simulated(capsys):
 @pytest.mark.parametrize(("memory", "gpu"), [(23.5, "rtx4090"), (79, "h100"), (80, "h100"), (139, "h200")])
 def test_the_memory_decides_which_gpu_is_simulated(memory, gpu):
     recipe = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml"
-    assert simulation_of(load_config(recipe, [f"cluster.memory_gib={memory}"])).cluster.gpu == gpu
+    assert simulation_of(load_config(recipe, [f"cluster.memory_gib={memory}"]))[0].cluster.gpu == gpu
     with pytest.raises(ConfigError, match=r"cluster\.memory_gib = None: is required"):
         simulation_of(load_config(recipe, ["cluster.memory_gib=null"]))
 
@@ -57,7 +57,40 @@ def test_a_step_with_tlt_is_no_slower():
 )
 def test_every_pass_of_log_probs_is_counted(overrides, passes):
     config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", [*overrides, "cluster.memory_gib=139"])
-    assert simulation_of(config).training.logprob_passes == passes
+    simulation, _ = simulation_of(config)
+    assert simulation.training.logprob_passes == passes
+
+
+def test_what_a_simulation_leaves_out_of_a_run_is_said(capsys):
+    recipe, few = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml", ["train.prompts_per_step=8"]
+    plain, said = simulation_of(load_config(recipe, ["rollout.speculation.drafter=none", "idle.train_drafter=false"]))
+    assert plain.workload.prompt_tokens == 256 and len(said) == 1 and said[0].startswith("prompts have 256 tokens")
+    few += ["data.max_prompt_tokens=100", "env.kind=calculator", "rewards.functions=[{name: env}]"]
+    assert main(["simulate", str(recipe), *few, "rollout.max_tokens=1024", "--compare", "off"]) == 0
+    text = capsys.readouterr().out
+    assert "prompts have 100 tokens (data.max_prompt_tokens: 100)" in text
+    assert "chance of 0.5 at first, and with one of 0.82 once" in text
+    assert "responses have one turn" in text and "(env.kind = 'calculator')" in text
+    dapo = load_config(ROOT / "configs/recipes/dapo-r1-distill-qwen-7b-1n8g.yaml")
+    assert any("dynamic_sampling drops no group" in text for text in simulation_of(dapo)[1])
+
+
+def test_a_teacher_s_pass_is_priced_by_its_own_shape():
+    recipe = ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml"
+    config = load_config(recipe, ["algorithm.name=distill", "algorithm.teacher=far/away", "cluster.memory_gib=139"])
+    unknown, said = simulation_of(config)
+    assert (unknown.training.logprob_passes, unknown.training.teacher) == (1, None)
+    assert "algorithm.teacher = 'far/away' is not on this machine" in said[-1]
+    shape = config.model.architecture.model_copy(update={"num_layers": 56})
+    algorithm = config.algorithm.with_teacher_shape(shape)
+    known, said = simulation_of(config.model_copy(update={"algorithm": algorithm}))
+    assert (known.training.logprob_passes, known.training.teacher) == (0, shape) and "teacher" not in said[-1]
+
+
+def test_adapters_are_trained_with_frozen_weights():
+    recipe = ROOT / "configs/recipes/grpo-qwen2.5-7b-1n1g-lora.yaml"
+    assert simulation_of(load_config(recipe))[0].training.lora
+    assert not simulation_of(load_config(RECIPES[0]))[0].training.lora
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -32,6 +32,15 @@ def test_windows_have_their_limits():
     assert waits([4.99, 5.0], "idle.min_tail_seconds=1.0").micro_steps == 0
 
 
+def test_the_least_micro_steps_are_taken_behind_the_rollout_too():
+    alone = waits([5.0], "idle.min_steps_per_window=20")
+    assert (alone.micro_steps, alone.late) == (20, pytest.approx(2.0)) and alone.trains.tolist() == [2.0]
+    two = waits([4.0, 5.0], "idle.min_steps_per_window=20")  # the first has taken some ten of them by then
+    assert two.micro_steps == 40 and two.late == pytest.approx(2.0) and two.trains.tolist() == pytest.approx([2.0, 2.0])
+    off = waits([5.0], config=sim_config("idle.train_drafter=false", "idle.min_steps_per_window=20"))
+    assert (off.micro_steps, off.late) == (0, 0.0)
+
+
 def test_training_adapts_the_drafter_and_updates_undo_it():
     drafter = Adaptation(sim_config("training.tokens_to_adapt=1000", "training.drift=0.2"))
     drafter.train(1000)

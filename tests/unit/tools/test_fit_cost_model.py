@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from huggingface_hub import constants
 
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.sim.cost_model import MeasuredCosts
 from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.mpi import ROOT
 
@@ -42,3 +45,16 @@ def test_names_on_the_hub_and_the_template_s_settings_are_those_of_a_run(
     assert config.model.path == str(here)
     (prompt,) = stream.next_batch(1)
     assert HFTokenizer(here).decode(prompt.token_ids).startswith("72031")
+
+
+def test_a_table_names_what_it_was_measured_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, raw = tmp_path / "costs.json", tmp_path / "raw.json"
+    command = ["fit", str(ROOT / "configs/quickstart.yaml"), "train.prompts_per_step=8", "--seconds", "0"]
+    monkeypatch.setattr(sys, "argv", [*command, "--drafters", "suffix", "--raw", str(raw), "--out", str(out)])
+    fit_cost_model.main()
+    steps = json.loads(raw.read_text())["suffix"]
+    costs = MeasuredCosts.load(str(out))
+    found, shape = costs.measured, ModelConfig.from_hf(DEMO_POLICY).architecture
+    assert (found.model, found.device, found.tp) == (shape, "cpu", 1)
+    assert (found.requests, found.cached_tokens) == (max(s[1] for s in steps), int(max(s[3] for s in steps)))
+    assert costs.step(4, 12, 400.0, True) > 0 and costs.draft("suffix", 4, 0, 8) > 0

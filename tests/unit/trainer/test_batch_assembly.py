@@ -29,10 +29,10 @@ def policy_of(logprobs=None, **actor):
     return SimpleNamespace(dims=Dims(), actor=ActorSection(**actor), logprobs=logprobs, policy_version=3)
 
 
-def assembled(algorithm, groups, logprobs=None, temperature=1.0, has_logprobs=True):
-    """The step's table and batch on one rank."""
+def assembled(algorithm, groups, logprobs=None, temperature=1.0, has_logprobs=True, scored=None):
+    """The step's table and batch on one rank; `scored`: more groups than those to train on."""
     assembler = BatchAssembler(SingleProcess(), policy_of(logprobs), algorithm, temperature, has_logprobs)
-    table, parts = assembler.exchange(groups)
+    table, parts = assembler.exchange(groups, scored or groups)
     return table, assembler.build_batch(parts, table)
 
 
@@ -140,6 +140,26 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
     assert table.metrics()["rollout/samples"] == 12
 
 
+def test_figures_are_of_all_that_was_scored_before_overlong_shaping():
+    """One group of two is trained on; responses of more than 6 tokens have a penalty of 0.5 and more."""
+    section = AlgorithmSection(dynamic_sampling=True, overlong_buffer=4)
+    groups = make_groups(num_prompts=2)
+    lengths = [len(s.token_ids) for group in groups for s in group.samples]
+    penalties = [min(max(n - 4, 0) / 4, 1.0) for n in lengths]
+    groups[1].samples[0].finish_reason = "abort"  # in lengths only
+    groups[1].rewards = [RewardResult(1.0, True) for _ in range(3)]
+    table, batch = assembled(build_algorithm(section, max_tokens=8), groups[:1], scored=groups)
+    metrics, values = table.metrics(), [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert (metrics["rollout/samples"], len(batch.mini_batches[0])) == (6, 3)
+    assert (metrics["length/mean"], metrics["length/max"]) == (np.mean(lengths), max(lengths))
+    assert metrics["reward/mean"] == metrics["reward/accuracy"] == np.mean(values)
+    assert metrics["reward/std"] == pytest.approx(np.std(values))
+    assert metrics["reward/overlong_penalty"] == pytest.approx(np.mean(penalties[:3] + penalties[4:])) != 0
+    assert np.array_equal(table.rewards.reward, np.array(values[:3]) - penalties[:3])
+    alone, _ = assembled(build_algorithm(AlgorithmSection(), max_tokens=8), groups[:1])
+    assert "reward/overlong_penalty" not in alone.metrics() and alone.metrics()["reward/mean"] == pytest.approx(1 / 3)
+
+
 EVERY = [(name, kl) for name in sorted(ALGORITHMS) for kl in ({}, {"kl_coef": 0.5, "kl_in": "reward"})]
 
 
@@ -234,9 +254,10 @@ def test_losses_of_routers_have_a_gradient_in_every_response(losses):
     for group in groups[1:]:
         group.rewards = [RewardResult(0.0, False) for _ in group.samples]
     groups[1].samples[0].finish_reason = "abort"
-    algorithm = build_algorithm(AlgorithmSection(), max_tokens=8)
-    assembler = BatchAssembler(SingleProcess(), policy_of(**losses), algorithm, 1.0)
-    _, (sequences,) = assembler.exchange(groups)
+    assembler = BatchAssembler(
+        SingleProcess(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0
+    )
+    _, (sequences,) = assembler.exchange(groups, groups)
     assert len(sequences) == (11 if losses else 3), "an aborted response is not trained on, whatever the loss"
 
 
@@ -283,7 +304,7 @@ def test_what_every_rank_sends_to_every_other_grows_with_the_tokens_that_a_histo
     for tokens in (50, 5000):  # the table of samples, and the row of a rank
         world, groups = Metered(), scored(tokens)
         algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
-        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups)
+        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups, groups)
         world.all_gather_object(rank_row(EngineStats(), groups))
         sizes.append(world.sent)
     assert sizes[1] <= sizes[0] + 100 and sizes[0] < 24 * 100 + 1000

@@ -13,11 +13,13 @@ import torch
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.idle.window import WindowReport
 from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.metrics import METRICS_FILE
+from megatron_tlt.observe.reduction import reduced, values_of
 from megatron_tlt.observe.rollouts import RESPONSES_DIR, ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.runfiles import ranks_of
-from megatron_tlt.trainer.metrics import RunMetrics, _acceptance
+from megatron_tlt.trainer.metrics import RunMetrics, _acceptance, window_metrics
 from megatron_tlt.trainer.recovery import TrainState
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup
 
@@ -79,10 +81,32 @@ def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_pa
     assert len((tmp_path / SAMPLES_FILE).read_text().splitlines()) == steps_done
 
 
+def test_means_of_drafter_training_are_over_micro_steps_not_over_windows() -> None:
+    windows = [
+        WindowReport((), 1.0, 1.0, 0.0, steps, 10 * steps, 0.0, 0.0, metrics={"loss": loss} if steps else {})
+        for steps, loss in ((9, 1.0), (1, 6.0), (0, 0.0))
+    ]
+    first, second, third = (window_metrics(report, True) for report in windows)
+    for ranks in ([first, second, third], [reduced([first, third]), second]):
+        assert values_of(ranks)["drafter/loss_mean"] == 1.5
+
+
 def test_speculative_steps_without_a_drafted_token_have_no_accept_rate() -> None:
     row = {f"engine/{name}": 4.0 for name in ("spec_row_steps", "spec_emitted_tokens", "generated_tokens")}
     row |= dict.fromkeys(("engine/spec_drafted_tokens", "engine/spec_accepted_tokens"), 0.0)
     assert _acceptance(row) == {"spec/accept_length": 1.0, "spec/share": 1.0}
+
+
+@pytest.mark.parametrize(("backend", "counts"), [("embedded", True), ("vllm", False), ("trtllm", False)])
+def test_counters_that_an_engine_does_not_have_are_no_columns(tmp_path: Path, backend: str, counts: bool) -> None:
+    with closing(metrics_of(tmp_path, rollout={"backend": backend})) as metrics:
+        metrics.start()
+        metrics.log({}, EngineStats(turns=2), [], [], {})
+    (row,) = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert row["engine/turns"] == 2
+    assert {name for name in ("preemptions", "prefill_steps") if f"engine/{name}" in row} == (
+        {"preemptions", "prefill_steps"} if counts else set()
+    )
 
 
 def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
@@ -101,7 +125,7 @@ def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in (METRICS_FILE, ROLLOUTS_FILE, f"{RESPONSES_DIR}/rank-00000.jsonl")
     )
-    assert (row["reward/failures"], row["env/failures"], row["reward/mean"], rollouts["samples"]) == (2, 2, 0.5, 2)
+    assert (row["reward/failures"], row["env/failures"], row["reward/mean"], rollouts["samples"]) == (2, 2, 0.5, 4)
     assert [(r["prompt_id"], r["sample_index"]) for r in responses] == [(1, 0), (1, 1), (0, 0), (0, 1)]
     assert "2 trajectories ended without an answer" in caplog.text
 

@@ -162,10 +162,13 @@ def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
 
 def test_all_scored_groups_of_all_rounds_come_back_beside_those_to_train_on() -> None:
     """Those with equal rewards, as where an environment failed on all, and those beyond what a step trains on."""
-    kept, scored, _ = sampler_of(Ranks(), rounds=5, wanted=2).sample(4)
-    assert [g.prompt.prompt_id for g in kept] == [1, 3]
-    assert [g.prompt.prompt_id for g in scored] == [1, 0, 3, 2] and all(len(g.rewards) == 2 for g in scored)
-    assert [g.samples[0].routed_experts is None for g in scored] == [False, True, False, True], "of the update only"
+    kept, scored, row = sampler_of(Ranks(), rounds=5, wanted=3).sample(4)
+    assert sorted(g.prompt.prompt_id for g in kept) == [1, 3, 4]
+    assert sorted(g.prompt.prompt_id for g in scored) == list(range(6)) and all(len(g.rewards) == 2 for g in scored)
+    with_experts = {g.prompt.prompt_id for g in scored if g.samples[0].routed_experts is not None}
+    assert with_experts == {1, 3, 4}, "of the update only"
+    figures = {name: row[f"sampling/{name}_groups"].value for name in ("kept", "surplus", "dropped")}
+    assert figures == {"kept": 3, "surplus": 1, "dropped": 2}, "together all that were scored"
 
 
 def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +177,7 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     *_, row = sampler.sample(4)
     dropped = "1 groups with equal rewards, mean reward 1, 100.0% of responses correct: all right, prompts too easy"
     assert caplog.messages == [f"step 4: dynamic sampling kept no group in 1 rollouts: {dropped}"]
-    figures = {"rounds": 1, "kept_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
+    figures = {"rounds": 1, "kept_groups": 0, "surplus_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
     figures |= {"dropped_reward": 1, "dropped_accuracy": 1}
     assert {name.partition("/")[2]: row[name].value for name in row if name.startswith("sampling/")} == figures
     groups, _, row = sampler.sample(4)
@@ -182,7 +185,7 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     sampler.empty_steps.check()
     for limit, ends in ((1, True), (2, False), (0, False)):
         empty = EmptySteps(limit, is_main=False)
-        assert empty.look(1, 1, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
+        assert empty.look(1, 1, 0, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
         with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
             empty.check()
 
