@@ -67,6 +67,7 @@ class Prompt:
     task: str = "default"
     metadata: dict[str, Any] = field(default_factory=dict)
     seed: int = 0  # of its environment, 31 bits: another one on every epoch
+    row_text: str | None = None  # `text` as its row has it, where the environment's opening stands behind it
 
     @property
     def answers(self) -> tuple[str, ...]:

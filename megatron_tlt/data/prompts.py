@@ -265,7 +265,8 @@ class PromptStream:
             whole = row.with_opening(text) if text else row
             tokens = self._encode(whole) if text else prompt.token_ids
             if tokens is not None:
-                opened.append(replace(prompt, text=whole.prompt, token_ids=tokens))
+                row_text = prompt.text if text else None
+                opened.append(replace(prompt, text=whole.prompt, row_text=row_text, token_ids=tokens))
         return opened
 
     def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:

@@ -54,7 +54,7 @@ class EnvironmentPool:
         futures = []
         for number, prompt in enumerate(prompts):
             worker = self.workers[number % len(self.workers)]
-            request = Open(_texts(prompt), self._longest_opening)
+            request = Open(_row_of(prompt), self._longest_opening)
             futures.append(worker.do(lambda worker=worker, request=request: _twice(lambda: worker.ask(request))))  # type: ignore[misc]
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
@@ -126,7 +126,7 @@ class Trajectories:
         if trajectory is None:
             worker = min(self._workers, key=lambda w: w.load)
             worker.load += 1
-            trajectory = self._running[key] = _Trajectory(_texts(prompt), worker)
+            trajectory = self._running[key] = _Trajectory(_row_of(prompt), worker)
         assert turn == len(trajectory.turns), f"turn {turn} after {len(trajectory.turns)} turns"
         trajectory.turns.append(text)
         trajectory.drawn = tuple(token_ids)
@@ -204,5 +204,7 @@ def _discard(worker: EnvWorker, key: Key) -> None:
         worker.ask_running(Discard(key))
 
 
-def _texts(prompt: Prompt) -> Prompt:
-    return replace(prompt, token_ids=())
+def _row_of(prompt: Prompt) -> Prompt:
+    """The prompt as every `reset` sees it, that of the opening and those of the trajectories: texts of its row."""
+    text = prompt.text if prompt.row_text is None else prompt.row_text
+    return replace(prompt, token_ids=(), text=text, row_text=None)

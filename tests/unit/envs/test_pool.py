@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_envs.py"
 PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
+OPENED = [replace(prompt, text=f"q\n\nq {prompt.seed}", row_text="q") for prompt in PROMPTS]
 
 
 class Letters:
@@ -46,7 +48,7 @@ def trajectories(name: str = "Act", **settings: object) -> Iterator[tuple[Enviro
 def play(turns: Trajectories, texts: dict[int, str], turn: int, sample: int = 0) -> dict[int, TurnResult]:
     """The results of one turn of some prompts."""
     for i, text in texts.items():
-        turns.submit(PROMPTS[i], sample, turn, [5, 6], text)
+        turns.submit(OPENED[i], sample, turn, [5, 6], text)
     results: dict[int, TurnResult] = {}
     end = time.monotonic() + 60
     while len(results) < len(texts) and time.monotonic() < end:
