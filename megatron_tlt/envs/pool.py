@@ -21,7 +21,7 @@ from megatron_tlt.envs.base import GivenTokens, Step
 from megatron_tlt.envs.process import EnvWorker, T, WorkerLostError
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError, TltError
-from megatron_tlt.types import Prompt, TurnResult
+from megatron_tlt.types import Prompt, TurnResult, TurnsEnd
 
 _BEAT_S = 1.0  # of waiting for a reset, between two signs of life
 
@@ -176,7 +176,8 @@ class Trajectories:
             return self._failed(key, seconds, str(answer))
         if answer.done or len(trajectory.turns) >= self._max_turns:
             self.discard(*key)
-            return TurnResult(*key, given=(), reward=answer.reward, seconds=seconds, done=True)
+            ended: TurnsEnd = "max_turns" if not answer.done else "cut" if answer.truncated else "env"
+            return TurnResult(*key, given=(), reward=answer.reward, seconds=seconds, ended=ended)
         try:
             given = self._tokens.given(answer.observation, answer.role, trajectory.drawn)
         except (TltError, ValueError) as error:  # raised here, it would leave other ranks of the engine waiting

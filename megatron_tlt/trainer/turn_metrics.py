@@ -12,6 +12,7 @@ from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
 from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
+_LIMITS = ("max_turns", "cut")  # finish reasons whose shares are metrics
 
 
 def turn_metrics(groups: Sequence[SampleGroup]) -> RankMetrics:
@@ -22,6 +23,8 @@ def turn_metrics(groups: Sequence[SampleGroup]) -> RankMetrics:
     pairs = {"env/turns": (float(sum(map(len, rewards))), len(samples))}
     pairs |= {"env/reward": (sum(map(sum, rewards)), len(samples))}
     pairs |= {"env/seconds": (sum(sum(sample.turn_seconds) for sample in samples), len(samples))}
+    for reason in _LIMITS:
+        pairs[f"env/{reason}"] = float(sum(sample.finish_reason == reason for sample in samples)), len(samples)
     for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
         pairs[f"env/reward/turn_{turn + 1}"] = sum(there), len(there)

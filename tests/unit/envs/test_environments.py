@@ -146,7 +146,8 @@ def test_a_reset_that_needs_no_prompt_is_gymnasiums() -> None:
 def test_gymnasiums_methods_are_taken_as_they_are() -> None:
     gym = load_environment(EnvSection(path=f"{USER}:Gym"))()
     assert gym.reset(PROMPT, 3) == "q 3"
-    assert [gym.step("a"), gym.step("end")] == [Step("did a", 0.5), Step("did end", 0.5, True)]
+    assert [gym.step("a"), gym.step("right")] == [Step("did a", 0.5), Step("did right", 0.5, done=True)]
+    assert gym.step("late") == Step("did late", 0.5, done=True, truncated=True)
 
 
 def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,5 +270,6 @@ def test_the_fingerprint_sees_settings_and_source(tmp_path: Path) -> None:
 )
 def test_a_step_has_the_right_form(value: object) -> None:
     assert as_step(("a", 1)) == Step("a", 1.0)
+    assert as_step(Step(truncated=True)) == Step(done=True, truncated=True)
     with pytest.raises((TypeError, ValueError), match="step returned"):
         as_step(value)

@@ -88,14 +88,15 @@ def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
         assert text_of(play(turns, {0: "a", 1: "b", 2: "c"}, 0)[1]) == "q 8 b"
         second = play(turns, {0: "d", 1: "end"}, 1)
         assert second[0] == TurnResult(0, 0, (5, 6, *map(ord, "q 7 a d")), reward=3.0)
-        assert second[1] == TurnResult(1, 0, (), reward=3.0, done=True)
+        assert second[1] == TurnResult(1, 0, (), reward=3.0, ended="env")
         turns.discard(0, 0)
         turns.discard(0, 0)
         assert text_of(play(turns, {0: "e"}, 0)[0]) == "q 7 e", "begun anew"
         assert {w.load for w in pool.workers} == {1}
     with trajectories(max_turns=2) as (_, turns):
-        play(turns, {0: "a"}, 0)
-        assert play(turns, {0: "b"}, 1)[0].done
+        play(turns, {0: "a", 1: "a"}, 0)
+        second = play(turns, {0: "b", 1: "truncated"}, 1)
+        assert (second[0].ended, second[1].ended) == ("max_turns", "cut")
 
 
 def test_every_kind_of_failure_ends_its_trajectory_only() -> None:

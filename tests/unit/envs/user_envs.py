@@ -31,7 +31,8 @@ class Act(Environment):
             raise RuntimeError("no such luck")
         if response == "pid":
             return Step(str(os.getpid()))
-        return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
+        is_cut = response == "truncated"
+        return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end", truncated=is_cut)
 
 
 def _square(number: int) -> int:
@@ -140,7 +141,7 @@ class Gym:
         return f"{options['prompt']} {seed}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        return f"did {action}", 0.5, False, action == "end", {}
+        return f"did {action}", 0.5, action == "right", action in ("right", "late"), {}
 
 
 class Echo:
