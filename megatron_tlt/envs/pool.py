@@ -9,12 +9,13 @@ again: they decide an environment's state, and an answer that differs ends the t
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import GivenTokens, Step
@@ -23,6 +24,7 @@ from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError, TltError
 from megatron_tlt.types import Prompt, TurnResult, TurnsEnd
 
+_log = logging.getLogger(__name__)
 _BEAT_S = 1.0  # of waiting for a reset, between two signs of life
 
 
@@ -50,12 +52,15 @@ class EnvironmentPool:
             worker.do(worker.ensure_running)
 
     def openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """The text that `reset` adds to each prompt. Raises EnvError naming the first prompt for which it failed."""
+        """The text that `reset` adds to each prompt. Raises EnvError naming the first prompt for which it fails, also
+        when it is asked again.
+        """
         futures = []
         for number, prompt in enumerate(prompts):
             worker = self.workers[number % len(self.workers)]
             request = Open(_row_of(prompt), self._longest_opening)
-            futures.append(worker.do(lambda worker=worker, request=request: _twice(lambda: worker.ask(request))))  # type: ignore[misc]
+            ask = partial(_twice, partial(worker.ask, request), EnvError)  # one failure would end the run
+            futures.append(worker.do(ask))
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
@@ -154,9 +159,17 @@ class Trajectories:
             worker.do(lambda: _discard(worker, key))
 
     def close(self) -> None:
-        """Ends the trajectories that still run; the workers live on."""
+        """Ends the trajectories that still run; the workers live on. Logs how many environments failed to close since
+        the last rollout's end.
+        """
         for key in list(self._running):
             self.discard(*key)
+        failures: list[str] = []
+        for worker in self._workers:
+            while worker.close_failures:
+                failures.append(worker.close_failures.pop(0))
+        if failures:
+            _log.warning("close() of %d environments failed; one of them: %s", len(failures), failures[0])
 
     def _play(self, trajectory: _Trajectory, key: Key) -> None:
         """In the worker's thread."""
@@ -189,20 +202,24 @@ class Trajectories:
         return TurnResult(*key, given=(), seconds=seconds, failure=why)
 
 
-def _twice(ask: Callable[[], T]) -> T:
-    """What a worker answers, in the worker's thread. One that is lost is asked once more, in another process: perhaps
-    the request was not the reason.
+def _twice(ask: Callable[[], T], of: type[EnvError] = WorkerLostError) -> T:
+    """What a worker answers, in the worker's thread. After an error `of` that class it is asked once more. One that is
+    lost is asked in another process: perhaps the request was not the reason.
     """
     try:
         return ask()
-    except WorkerLostError:
+    except of:
         return ask()
 
 
 def _discard(worker: EnvWorker, key: Key) -> None:
-    """In the worker's thread."""
-    with suppress(EnvError):  # the trajectory has its result already
+    """In the worker's thread. The trajectory has its result already, so a failure is noted only."""
+    if not worker.is_running:  # its environments have ended with it
+        return
+    try:
         worker.ask_running(Discard(key))
+    except EnvError as error:
+        worker.close_failures.append(str(error))
 
 
 def _row_of(prompt: Prompt) -> Prompt:

@@ -11,7 +11,7 @@ from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.envs.build import environment_tools, gives_rewards, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
-from megatron_tlt.errors import ConfigError, ConfigProblem, EnvError
+from megatron_tlt.errors import ConfigError, ConfigProblem, EnvError, OpeningError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.turn_metrics import turn_rows
 
@@ -159,7 +159,7 @@ class Environments:
     def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """The text that `reset` adds to each prompt; the first rank of every engine resets a part of them.
 
-        Collective. Raises EnvError.
+        Collective. Raises OpeningError.
         """
         rank, count = self._world.rank, self._world.size // self._tp
         replica, _ = rollout_replica(rank, self._tp)
@@ -172,7 +172,7 @@ class Environments:
         texts: list[str | None] = [None] * len(prompts)
         for of_rank, part in enumerate(self._world.all_gather_object(mine)):
             if isinstance(part, str):
-                raise EnvError(part)
+                raise OpeningError(part)
             if is_first_of_engine(of_rank, self._tp):
                 texts[of_rank // self._tp :: count] = part
         return texts

@@ -17,7 +17,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.data.chat import with_system
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source
 from megatron_tlt.data.sources import Row
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, OpeningError
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
 
@@ -94,7 +94,7 @@ def test_each_prompt_is_opened_once_also_where_it_was_looked_at_before() -> None
 @pytest.mark.parametrize("openings", [None, lambda prompts: [None] * len(prompts), lambda prompts: [""] * len(prompts)])
 def test_only_a_prompt_of_a_row_needs_no_text_of_the_environment(ten: PromptSourceConfig, openings: Any) -> None:
     env = EnvPrompts(openings=openings)
-    with pytest.raises(DataError, match="reset returned no text"):
+    with pytest.raises(OpeningError, match="reset returned no text"):
         build_prompts(DataSection(train=PromptSourceConfig(kind="env")), "train", Letters(), 3, env)  # type: ignore[arg-type]
     prompts = build_prompts(DataSection(train=ten), "train", Letters(), 3, env).next_batch(4)  # type: ignore[arg-type]
     assert prompts == stream(ten, seed=3).next_batch(4)

@@ -172,6 +172,20 @@ def test_an_environment_that_raised_is_closed(tmp_path: Path) -> None:
     assert file.read_text().startswith("closed ")
 
 
+def test_an_opening_is_asked_for_twice_and_what_fails_to_close_is_logged_once_a_rollout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trajectories("BadClose", params={"path": str(tmp_path / "resets")}, timeout_s=2) as (pool, turns):
+        assert pool.openings(PROMPTS[:1]) == ["now"]
+        ended = play(turns, {0: "raise", 1: "raise", 2: "hang"}, 0)
+        assert {result.ended for result in ended.values()} == {"env"}
+        play(turns, {0: "fine"}, 0, sample=1)  # behind the others' ends
+        starts = pool.workers[0].starts
+    assert (without_place(caplog.messages[0]), len(caplog.messages), starts) == (
+        "close() of 3 environments failed; one of them: RuntimeError: it is stuck", 1, 2
+    )  # fmt: skip
+
+
 def test_a_worker_that_starts_while_the_pool_closes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = EnvWorker(EnvSection(path=f"{USER}:Act"))
     start, started = WorkerProcess.start, []

@@ -124,6 +124,31 @@ class Closing(Environment):
             file.write("closed ")
 
 
+class BadClose(Environment):
+    """Every turn is the last one, and says how `close` fails; the first `reset` of all fails."""
+
+    def __init__(self, path: str):
+        self.path, self.turn = path, ""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        with open(self.path, "a+") as file:
+            is_first = not file.tell()
+            file.write("reset ")
+        if is_first:
+            raise OSError("the service is not there yet")
+        return "now"
+
+    def step(self, response: str) -> Step:
+        self.turn = response
+        return Step(done=True)
+
+    def close(self) -> None:
+        if self.turn == "raise":
+            raise RuntimeError("it is stuck")
+        if self.turn == "hang":
+            time.sleep(60)
+
+
 class Dice(Environment):
     """Not a function of its seed."""
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_tlt.config.env import EnvSection
-from megatron_tlt.errors import ConfigError, EnvError
+from megatron_tlt.errors import ConfigError, EnvError, OpeningError
 from megatron_tlt.trainer.environments import Environments, before_a_run
 from megatron_tlt.types import Prompt
 
@@ -43,7 +43,7 @@ def test_each_rank_resets_a_part_of_the_prompts_and_all_raise_together() -> None
     bad = [*PROMPTS[:3], Prompt(3, "d:3", (), "bad")]
     parts[0] = ["0", "2"]
     for rank in (1, 0):
-        with pytest.raises(EnvError, match="no opening"):
+        with pytest.raises(OpeningError, match="no opening"):
             environments(rank, parts)._openings(bad)
 
 
