@@ -244,6 +244,7 @@ def generate_file(
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.observe.progress import build_progress
+    from megatron_tlt.trainer.turn_metrics import unanswered
 
     ranks = tp.size if tp is not None else 1
     section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
@@ -267,6 +268,8 @@ def generate_file(
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
             write_atomically(out_jsonl, map(partial(_line, more_of), samples))
+            if (warning := unanswered(samples)) is not None:
+                _log.warning(warning)
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
     finally:

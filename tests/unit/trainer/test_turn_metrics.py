@@ -70,4 +70,4 @@ def test_the_turns_of_a_trajectory_are_texts_calls_rewards_and_seconds():
 def test_failures_are_named():
     assert failure_warning([group([1.0])]) is None
     warning = failure_warning([group([1.0], None, None)])
-    assert warning.startswith("2 trajectories") and warning.endswith("Prompt 7, sample 1: timeout")
+    assert warning.startswith("2 of 3 trajectories") and warning.endswith("; one of them: prompt 7, sample 1: timeout")
