@@ -98,7 +98,7 @@ def write_run(folder: Path) -> Path:
         rollout={"samples_per_prompt": 4, "max_tokens": 16, "max_running_requests": 8},
         checkpoint={"every": 2, "keep": 2},
         eval={"every": 10, "num_prompts": 4, "samples_per_prompt": 1},
-        rewards={"workers": 0, "functions": [{"name": "format", "pattern": ".*[aeiou].*", "threshold": 0.5}]},
+        rewards={"functions": [{"name": "format", "pattern": ".*[aeiou].*", "threshold": 0.5}]},
         cluster={"ranks_per_node": 1},
     )
 
