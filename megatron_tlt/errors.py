@@ -138,8 +138,12 @@ class UnjudgedError(RewardError):
 
 
 class EnvError(TltError):
-    """An environment that cannot be loaded, or that gave no opening text (a failure of one turn ends its trajectory and
-    is recorded, not raised)."""
+    """An environment that cannot be loaded, or a call of it that failed (that of one turn ends its trajectory and is
+    recorded, not raised)."""
+
+
+class OpeningError(EnvError):
+    """An environment that gave no opening text for a prompt. Of every rank alike."""
 
 
 class UserCodeError(TltError):

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import TurnSource
 
 BackendName = Literal["embedded", "trtllm", "vllm"]
-FinishReason = Literal["stop", "length", "carry", "env", "abort"]
-"""Stop token or string; token limit; unfinished, the next step continues it (`rollout.carry_over`); the environment has
-ended the trajectory; dropped, or its environment failed."""
+TurnsEnd = Literal["env", "max_turns", "cut"]
+FinishReason = Literal["stop", "length", "carry", "abort"] | TurnsEnd
+"""Stop token or string; token limit; unfinished, the next step continues it (`rollout.carry_over`); dropped, or its
+environment failed. `TurnsEnd`: the environment has ended the trajectory; `env.max_turns` has, before its environment;
+the environment has, by a limit of its own or after a turn that `env.max_turn_tokens` cut."""
 Span = tuple[int, int]  # half-open, of response positions
 Drawn = tuple[int, int]  # policy version, response tokens in a row that this policy drew
 Answer: TypeAlias = str | tuple[str, ...]  # a reference answer, or all those that are acceptable
@@ -67,6 +69,7 @@ class Prompt:
     task: str = "default"
     metadata: dict[str, Any] = field(default_factory=dict)
     seed: int = 0  # of its environment, 31 bits: another one on every epoch
+    row_text: str | None = None  # `text` as its row has it, where the environment's opening stands behind it
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -100,6 +103,11 @@ class Sample:
     earlier: tuple[Drawn, ...] = ()  # tokens that earlier steps drew, from the start; `policy_version` drew the others
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether a limit has ended the response, of tokens or of turns."""
+        return self.finish_reason in ("length", "max_turns", "cut")
+
+    @property
     def num_drawn(self) -> int:
         """Response tokens that the policy drew."""
         return len(self.token_ids) - sum(end - begin for begin, end in self.given)
@@ -123,7 +131,7 @@ class TurnResult:
     sample_index: int
     given: tuple[int, ...]  # tokens that the response continues with; empty where the trajectory has ended
     reward: float = 0.0  # of this turn
-    done: bool = False
+    ended: TurnsEnd | None = None  # why the trajectory ends; None: it goes on
     failure: str | None = None  # why the environment returned nothing: the trajectory ends as "abort"
     seconds: float = field(default=0.0, compare=False)  # since the turn was submitted
 

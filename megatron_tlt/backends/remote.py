@@ -254,7 +254,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         self._drawn[request] = turn
         self._note_running()
         if is_turn_end(request, len(request.output)):
-            request.finish_reason = None
+            request.end_turn()
             return Advance(turns=[request])
         return Advance(ended=[request])
 

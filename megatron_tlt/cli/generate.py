@@ -266,7 +266,7 @@ def generate_file(
             samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if tp is None or tp.rank == 0:
-            write_atomically(out_jsonl, map(partial(_line, more_of), samples))
+            _write_responses(out_jsonl, samples, more_of)
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
     finally:
@@ -288,6 +288,15 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
         allowed = f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
         raise ConfigError.of("max_tokens", params.max_tokens, allowed)
     return count + params.max_tokens
+
+
+def _write_responses(path: Path, samples: Sequence[Sample], more_of: Callable[[Sample], JsonRow]) -> None:
+    """Writes the output whole. Logs trajectories that ended without an answer of their environment."""
+    from megatron_tlt.trainer.turn_metrics import unanswered
+
+    write_atomically(path, map(partial(_line, more_of), samples))
+    if (warning := unanswered(samples)) is not None:
+        _log.warning(warning)
 
 
 def _line(more_of: Callable[[Sample], JsonRow], sample: Sample) -> str:

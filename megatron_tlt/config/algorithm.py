@@ -48,7 +48,8 @@ class AlgorithmSection(Section):
     overlong_buffer: NonNegativeInt = 0
     """DAPO overlong shaping: tokens before max_tokens over which a penalty on the reward grows from 0 to 1; 0: off."""
     mask_truncated: bool = False
-    """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering)."""
+    """Leave responses cut off at max_tokens out of the loss (DAPO's overlong filtering), and trajectories that another
+    limit has cut (max_turns, or max_turn_tokens in the last turn, or the environment's own)."""
     mask_off_policy: bool = False
     """Leave tokens that earlier policies drew (rollout.carry_over) out of the loss, in place of an importance ratio;
     lengths and divisors count them."""

@@ -20,7 +20,7 @@ from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, first_drawn, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, UndrawnRowError
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, OpeningError, UndrawnRowError
 from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
@@ -90,7 +90,7 @@ def file_prompts(
     """All prompts of a JSONL file, in its order, named PATH:LINE; a record may have `token_ids` in place of `prompt`.
 
     `chat`: in the chat template. Seeds of environments come from `seed`. Raises DataError naming file and line,
-    EnvError for a prompt that the environment refuses.
+    OpeningError for a prompt that the environment refuses.
     """
     records, lines = read_json(path, spelled=True)
     config, whole = PromptSourceConfig(kind="jsonl", path=str(path)), sys.maxsize
@@ -205,7 +205,9 @@ class PromptStream:
         return digest(self._source.fingerprint, self._shuffle, self._seed if self._shuffle else "")
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError."""
+        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError,
+        OpeningError.
+        """
         prompts: list[Prompt] = []
         drops = 0
         while len(prompts) < n and (drawn := self._draw(n - len(prompts))):
@@ -255,17 +257,20 @@ class PromptStream:
         return drawn
 
     def _opened(self, drawn: Sequence[tuple[Row, Prompt]]) -> list[Prompt]:
-        """The prompts with the environment's texts, without those that are now too long. Raises DataError."""
+        """The prompts with the environment's texts, without those that are now too long. Raises DataError,
+        OpeningError.
+        """
         prompts = [prompt for _, prompt in drawn]
         opened = []
         for (row, prompt), text in zip(drawn, self._openings(prompts), strict=True):
             if not text and isinstance(self._source, EnvSource):
-                raise DataError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
+                raise OpeningError(f"{row.dataset_id}: the environment's reset returned no text, which is the prompt")
             check_text(text, "reset", row.dataset_id)
             whole = row.with_opening(text) if text else row
             tokens = self._encode(whole) if text else prompt.token_ids
             if tokens is not None:
-                opened.append(replace(prompt, text=whole.prompt, token_ids=tokens))
+                row_text = prompt.text if text else None
+                opened.append(replace(prompt, text=whole.prompt, row_text=row_text, token_ids=tokens))
         return opened
 
     def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:

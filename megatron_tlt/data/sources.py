@@ -41,7 +41,8 @@ T = TypeVar("T")
 class Row:
     """One prompt before tokenization. `metadata` has the source's other columns.
 
-    `messages`: the whole prompt where it is a chat; `prompt` is then its last user message.
+    `messages`: the whole prompt where it is a chat; `prompt` is then its last user message, and `metadata` has the
+    messages under the name of their column.
     """
 
     dataset_id: str
@@ -162,6 +163,8 @@ class FileSource:
         metadata = {key: without_spelling(value) for key, value in record.items() if key not in taken}
         messages = None if isinstance(prompt, str) else prompt
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
+        if messages is not None:  # `text` is the last one of them only
+            metadata[self._config.prompt_field] = [*messages]
         ids, name = None if tokens is None else tuple(tokens), self._path.stem
         of_data = f"{name}:{self._fingerprint}:{index}"  # splits of one data set may have one stem
         return Row(of_data, text, answer, name, metadata, messages, self._where(index), ids)

@@ -19,15 +19,19 @@ from megatron_tlt.types import Prompt
 from megatron_tlt.workers.answers import as_number
 
 Role: TypeAlias = Literal["user", "tool"]
+_MOST_PLAIN = 4  # values of a plain tuple in place of a `Step`: five are Gymnasium's
 
 
 class Step(NamedTuple):
-    """An environment's answer to a turn. With `done` the trajectory ends, and the observation is not read."""
+    """An environment's answer to a turn. With `done` the trajectory ends, and the observation is not read; with
+    `truncated` it ends, too, by a limit of the environment's own.
+    """
 
     observation: str = ""
     reward: float = 0.0
     done: bool = False
     role: Role = "user"  # of the message that the observation becomes
+    truncated: bool = False
 
 
 class Environment:
@@ -95,17 +99,22 @@ def as_opening(value: object) -> str | None:
 
 
 def as_step(value: object) -> Step:
-    """A `Step`, also of a plain tuple. Raises TypeError for other values and roles, ValueError for other rewards."""
-    if not isinstance(value, tuple) or not 1 <= len(value) <= len(Step._fields):
+    """A `Step`, also of a plain tuple of up to four values. Raises TypeError for other values and roles, ValueError for
+    other rewards.
+    """
+    if not isinstance(value, tuple) or not (isinstance(value, Step) or 1 <= len(value) <= _MOST_PLAIN):
         what = f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
         hint = " (Gymnasium's five are for a class whose reset takes no prompt)" if what == "5 values" else ""
         raise TypeError(f"step returned {what}, {value!r:.80}: must be a Step(observation, reward, done, role){hint}")
     step = Step(*value)
     role: Any = step.role
     done: Any = step.done
+    truncated: Any = step.truncated
     if role not in ("user", "tool"):
         raise TypeError(f"step returned the role {role!r:.80}: must be 'user' or 'tool'")
-    if isinstance(done, str):
-        raise TypeError(f"step returned {done!r:.80} for done: must be true or false")
+    for name, flag in (("done", done), ("truncated", truncated)):
+        if isinstance(flag, str):
+            raise TypeError(f"step returned {flag!r:.80} for {name}: must be true or false")
     number = as_number(step.reward, "step returned the reward")
-    return Step(as_text(step.observation, "step returned an observation"), number, bool(done), role)
+    text = as_text(step.observation, "step returned an observation")
+    return Step(text, number, bool(done or truncated), role, bool(truncated))

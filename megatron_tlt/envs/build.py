@@ -49,6 +49,12 @@ def has_opening(section: EnvSection) -> bool:
     return getattr(_load_class(section), "reset", Environment.reset) is not Environment.reset
 
 
+def gives_rewards(section: EnvSection) -> bool:
+    """Whether turns may have rewards, which those of tools have by `score` only. Raises EnvError."""
+    loaded = _load_class(section)
+    return hasattr(loaded, "step") or hasattr(loaded, "score")
+
+
 def environment_problems(section: EnvSection) -> list[ConfigProblem]:
     """Why the environment cannot be loaded. Imports it here."""
     try:

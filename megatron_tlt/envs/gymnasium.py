@@ -31,7 +31,8 @@ class GymnasiumEnvironment(Environment):
         value = self._environment.step(response)
         form = "observation, reward, terminated, truncated, info"
         observation, reward, terminated, truncated, _ = _values(value, "step", form)
-        return Step(_text(observation), reward, bool(terminated or truncated))
+        is_cut = bool(truncated and not terminated)
+        return Step(_text(observation), reward, bool(terminated or truncated), truncated=is_cut)
 
     def close(self) -> None:
         if hasattr(self._environment, "close"):

@@ -9,20 +9,22 @@ again: they decide an environment's state, and an answer that differs ends the t
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import GivenTokens, Step
 from megatron_tlt.envs.process import EnvWorker, T, WorkerLostError
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError, TltError
-from megatron_tlt.types import Prompt, TurnResult
+from megatron_tlt.types import Prompt, TurnResult, TurnsEnd
 
+_log = logging.getLogger(__name__)
 _BEAT_S = 1.0  # of waiting for a reset, between two signs of life
 
 
@@ -50,12 +52,15 @@ class EnvironmentPool:
             worker.do(worker.ensure_running)
 
     def openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        """The text that `reset` adds to each prompt. Raises EnvError naming the first prompt for which it failed."""
+        """The text that `reset` adds to each prompt. Raises EnvError naming the first prompt for which it fails, also
+        when it is asked again.
+        """
         futures = []
         for number, prompt in enumerate(prompts):
             worker = self.workers[number % len(self.workers)]
-            request = Open(_texts(prompt), self._longest_opening)
-            futures.append(worker.do(lambda worker=worker, request=request: _twice(lambda: worker.ask(request))))  # type: ignore[misc]
+            request = Open(_row_of(prompt), self._longest_opening)
+            ask = partial(_twice, partial(worker.ask, request), EnvError)  # one failure would end the run
+            futures.append(worker.do(ask))
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
@@ -126,7 +131,7 @@ class Trajectories:
         if trajectory is None:
             worker = min(self._workers, key=lambda w: w.load)
             worker.load += 1
-            trajectory = self._running[key] = _Trajectory(_texts(prompt), worker)
+            trajectory = self._running[key] = _Trajectory(_row_of(prompt), worker)
         assert turn == len(trajectory.turns), f"turn {turn} after {len(trajectory.turns)} turns"
         trajectory.turns.append(text)
         trajectory.drawn = tuple(token_ids)
@@ -154,9 +159,17 @@ class Trajectories:
             worker.do(lambda: _discard(worker, key))
 
     def close(self) -> None:
-        """Ends the trajectories that still run; the workers live on."""
+        """Ends the trajectories that still run; the workers live on. Logs how many environments failed to close since
+        the last rollout's end.
+        """
         for key in list(self._running):
             self.discard(*key)
+        failures: list[str] = []
+        for worker in self._workers:
+            while worker.close_failures:
+                failures.append(worker.close_failures.pop(0))
+        if failures:
+            _log.warning("close() of %d environments failed; one of them: %s", len(failures), failures[0])
 
     def _play(self, trajectory: _Trajectory, key: Key) -> None:
         """In the worker's thread."""
@@ -176,7 +189,8 @@ class Trajectories:
             return self._failed(key, seconds, str(answer))
         if answer.done or len(trajectory.turns) >= self._max_turns:
             self.discard(*key)
-            return TurnResult(*key, given=(), reward=answer.reward, seconds=seconds, done=True)
+            ended: TurnsEnd = "max_turns" if not answer.done else "cut" if answer.truncated else "env"
+            return TurnResult(*key, given=(), reward=answer.reward, seconds=seconds, ended=ended)
         try:
             given = self._tokens.given(answer.observation, answer.role, trajectory.drawn)
         except (TltError, ValueError) as error:  # raised here, it would leave other ranks of the engine waiting
@@ -188,21 +202,27 @@ class Trajectories:
         return TurnResult(*key, given=(), seconds=seconds, failure=why)
 
 
-def _twice(ask: Callable[[], T]) -> T:
-    """What a worker answers, in the worker's thread. One that is lost is asked once more, in another process: perhaps
-    the request was not the reason.
+def _twice(ask: Callable[[], T], of: type[EnvError] = WorkerLostError) -> T:
+    """What a worker answers, in the worker's thread. After an error `of` that class it is asked once more. One that is
+    lost is asked in another process: perhaps the request was not the reason.
     """
     try:
         return ask()
-    except WorkerLostError:
+    except of:
         return ask()
 
 
 def _discard(worker: EnvWorker, key: Key) -> None:
-    """In the worker's thread."""
-    with suppress(EnvError):  # the trajectory has its result already
+    """In the worker's thread. The trajectory has its result already, so a failure is noted only."""
+    if not worker.is_running:  # its environments have ended with it
+        return
+    try:
         worker.ask_running(Discard(key))
+    except EnvError as error:
+        worker.close_failures.append(str(error))
 
 
-def _texts(prompt: Prompt) -> Prompt:
-    return replace(prompt, token_ids=())
+def _row_of(prompt: Prompt) -> Prompt:
+    """The prompt as every `reset` sees it, that of the opening and those of the trajectories: texts of its row."""
+    text = prompt.text if prompt.row_text is None else prompt.row_text
+    return replace(prompt, token_ids=(), text=text, row_text=None)

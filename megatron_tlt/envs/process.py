@@ -34,6 +34,7 @@ class EnvWorker:
         self._is_closed = False
         self.starts = 0  # of the process so far; its environments are gone when this has grown
         self.load = 0  # trajectories that have been given to this worker and have not ended
+        self.close_failures: list[str] = []  # of environments that have been discarded; not yet logged
 
     def do(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work`, which calls `ask`, in the worker's thread after all work before it. Returns at once."""

@@ -49,19 +49,23 @@ def _is_tool(owner: type, name: str) -> bool:
 
 def check_plain(owner: type, name: str, *arguments: str, **named: str) -> None:
     """Raises EnvError for a method of a class that is async or a generator, or cannot be called with `arguments` and
-    `named` ones.
+    `named` ones, or names one of `arguments` in another's place.
     """
     method = getattr(owner, name)
     if (kind := not_plain(method)) is not None:
         raise EnvError(f"{owner.__name__}.{name}: is {kind}: must return its value")
     has_owner = not isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+    given = ", ".join([*arguments, *(f"{key}={word}" for key, word in named.items())])
     try:
-        inspect.signature(method).bind(*[None] * has_owner, *arguments, **named)
+        signature = inspect.signature(method)
+        signature.bind(*[None] * has_owner, *arguments, **named)
     except TypeError as error:
-        given = ", ".join([*arguments, *(f"{key}={word}" for key, word in named.items())])
         raise EnvError(f"{owner.__name__}.{name}: must be callable as {name}({given}): {error}") from None
     except ValueError:  # no signature: of C
         return
+    for place, (expected, found) in enumerate(zip(arguments, [*signature.parameters][has_owner:], strict=False), 1):
+        if found != expected and found in arguments:
+            raise EnvError(f"{owner.__name__}.{name}: is called as {name}({given}), but {found!r} is argument {place}")
 
 
 def tool_schemas(owner: type) -> list[ToolSchema]:

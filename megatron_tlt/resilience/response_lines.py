@@ -55,7 +55,13 @@ def whole_bodies(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         offset += len(line)
 
 
-def prompt_crc(prompt: Prompt) -> int:
-    """CRC-32 of a prompt's tokens and of what its environment sees: the same id may be another prompt in other data."""
+def prompt_crc(prompt: Prompt, has_env: bool = False) -> int:
+    """CRC-32 of a prompt's tokens, seed and answer; `has_env`: and of all else that its environment sees. The same id
+    may be another prompt in other data.
+    """
     tokens = zlib.crc32(np.asarray(prompt.token_ids, "<i4").tobytes())
-    return zlib.crc32(f"{prompt.seed} {prompt.answer}".encode(errors="replace"), tokens)
+    crc = zlib.crc32(f"{prompt.seed} {prompt.answer}".encode(errors="replace"), tokens)
+    if not has_env:
+        return crc
+    row = json.dumps([prompt.text, prompt.task, prompt.metadata], sort_keys=True, default=str)
+    return zlib.crc32(row.encode(), crc)

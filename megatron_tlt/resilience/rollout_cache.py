@@ -238,7 +238,7 @@ class RolloutCache:
         found: dict[tuple[int, int], StoredResponse] = {}
         if self._old_files is not None:
             found = self._same_in_replica(self._find(self._old_files, queue.prompts, call))
-        on_response = self._writer_for(queue.prompts, call.on_response)
+        on_response = self._writer_for(queue.prompts, call)
         made = self._backend.generate(replace(call, have={*call.have, *found}, on_response=on_response))
         fetched = {prompt.prompt_id for prompt in queue.fetched}
         reused = [stored.read() for (prompt_id, _), stored in found.items() if prompt_id in fetched]
@@ -248,15 +248,14 @@ class RolloutCache:
         self._reused += len(reused)
         return sorted([*reused, *made], key=lambda s: (s.prompt_id, s.sample_index))
 
-    def _writer_for(
-        self, prompts: Sequence[Prompt], also: Callable[[Sample], None] | None
-    ) -> Callable[[Sample], None] | None:
-        """A callback that stores each finished response to `prompts` and calls `also`; ranks that do not write store
-        none.
+    def _writer_for(self, prompts: Sequence[Prompt], call: GenerateCall) -> Callable[[Sample], None] | None:
+        """A callback that stores each finished response to `prompts` and calls the call's own; ranks that do not write
+        store none.
         """
+        also = call.on_response
         if (writer := self._writer) is None:
             return also
-        crcs = _crcs(prompts)
+        crcs = _crcs(prompts, call)
 
         def store(sample: Sample) -> None:
             writer.add(sample, crcs[sample.prompt_id])
@@ -302,7 +301,7 @@ class RolloutCache:
     ) -> dict[tuple[int, int], StoredResponse]:
         """Responses to these prompts in files with the present key, those that the call lacks."""
         found: dict[tuple[int, int], StoredResponse] = {}
-        crcs = _crcs(prompts)
+        crcs = _crcs(prompts, call)
         for path in files:
             try:
                 responses = find_responses(path, self._key, crcs)
@@ -345,5 +344,5 @@ def _continues(stored: StoredResponse, begun: Sample | None) -> bool:
     return sample.earlier == begun.drawn_by and same == (begun.token_ids, begun.logprobs)
 
 
-def _crcs(prompts: Sequence[Prompt]) -> dict[int, int]:
-    return {prompt.prompt_id: prompt_crc(prompt) for prompt in prompts}
+def _crcs(prompts: Sequence[Prompt], call: GenerateCall) -> dict[int, int]:
+    return {prompt.prompt_id: prompt_crc(prompt, call.turns is not None) for prompt in prompts}

@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from signal import Signals
 from typing import TYPE_CHECKING
@@ -67,7 +67,8 @@ class GracefulShutdown:
         self._looked_at = -math.inf
         self._rest_s: dict[str, float] = {}  # from each place of `sync` to the end of the step, as measured
         self._reached_at: dict[str, float] = {}
-        self.has_dropped_step = self._has_warned = False
+        self.has_dropped_step = False
+        self._warned_of: set[str] = set()
         if world.size > 1:
             self._signals.on_signal(self._publish)
 
@@ -123,22 +124,29 @@ class GracefulShutdown:
         for place, since in self._reached_at.items():
             old = self._rest_s.get(place, now - since)
             self._rest_s[place] = old + _NEW_SHARE * (now - since - old)
-        self._warn_of_long_update()
+        self._warn_if_long("an update", self._rest_s.get("update", 0.0))
         self._reached_at.clear()
         self._receive(now=True)
         if self._any_rank(self.is_requested):
             raise GracefulExit("the step is done")
 
-    def _warn_of_long_update(self) -> None:
-        """An update is never dropped: a signal at its begin must leave it the time to end, and a checkpoint."""
-        needed = self._rest_s.get("update", 0.0) + self._section.save_s
-        if needed > self._section.warning_s and not self._has_warned and self._world.is_main:
+    @contextmanager
+    def unwatched(self, what: str) -> Iterator[None]:
+        """A part of a step in which this rank looks for no signal; a warning if it is too long for that."""
+        began = self._clock()
+        yield
+        self._warn_if_long(what, self._clock() - began)
+
+    def _warn_if_long(self, what: str, seconds: float) -> None:
+        """A signal that comes as `what` begins must leave it the time to end, and a checkpoint."""
+        needed = seconds + self._section.save_s
+        if needed > self._section.warning_s and what not in self._warned_of and self._world.is_main:
             _log.warning(
-                "an update and a checkpoint take %.0f s, more than stop.warning_s = %g: where a signal comes as an "
-                "update begins, the job is killed before it can save; set it and the lead of `sbatch --signal` higher",
-                needed, self._section.warning_s,
+                "%s and a checkpoint take %.0f s, more than stop.warning_s = %g: where a signal comes as that begins, "
+                "the job is killed before it can save; set stop.warning_s and the lead of `sbatch --signal` higher",
+                what, needed, self._section.warning_s,
             )  # fmt: skip
-            self._has_warned = True
+            self._warned_of.add(what)
 
     def close(self) -> None:
         """Before the store goes: later signals are not published. Their handlers stay."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 
 from pebble import ProcessExpired, ProcessPool
@@ -19,13 +19,14 @@ from pebble import ProcessExpired, ProcessPool
 from megatron_tlt.config.data import RewardSection
 from megatron_tlt.errors import ConfigError, RewardError
 from megatron_tlt.rewards import worker
-from megatron_tlt.rewards.base import NamedScorer, failed, judge
-from megatron_tlt.rewards.build import build_scorers, function_problems
+from megatron_tlt.rewards.base import failed, judge
+from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 from megatron_tlt.workers.process import ended
 
 Job = tuple[Prompt, Sample]
 _START_TIMEOUT_S = 120.0
+_BEAT_S = 1.0  # of waiting for results, between two signs of life
 _STARTS = 3  # of the pool for one list of samples: workers may also die between two samples
 
 
@@ -49,21 +50,20 @@ def trial_line(section: RewardSection, prompt: Prompt) -> str:
 class RewardPool:
     """The reward functions of a run on this rank. Use from one thread; close it."""
 
-    def __init__(self, section: RewardSection, on_result: Callable[[], None] = lambda: None):
+    def __init__(self, section: RewardSection, on_wait: Callable[[], None] = lambda: None):
         """Checks the users' functions by importing them here. Raises ConfigError with all problems.
 
-        `on_result` is called after every result, as a heartbeat.
+        `on_wait` is called every second or so of waiting for results, as a heartbeat.
         """
-        self._section, self._on_result = section, on_result
+        self._section, self._on_wait = section, on_wait
         self._pool: ProcessPool | None = None
         self._ready: Future[str | None] | None = None
-        self._inline: list[NamedScorer] | None = None
         if problems := function_problems(section):
             raise ConfigError(problems)
 
     def warm_up(self) -> None:
         """Starts the workers and returns at once: their imports take seconds."""
-        if self._section.workers and self._section.functions and (self._pool is None or not self._pool.active):
+        if self._section.functions and (self._pool is None or not self._pool.active):
             self.close()
             arguments = (self._section.model_dump_json(), os.getpid())
             self._pool = ProcessPool(
@@ -85,8 +85,10 @@ class RewardPool:
             for group in groups
             for sample in group.samples
         ]
-        has_workers = self._section.workers and self._section.functions
-        results = self._score_in_workers(jobs) if has_workers else [self._judge_here(*job) for job in jobs]
+        if self._section.functions:
+            results = self._score_in_workers(jobs)
+        else:
+            results = [judge((), self._section.failure_value, *job) for job in jobs]
         found = iter(results)
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]
@@ -104,25 +106,27 @@ class RewardPool:
             self._pool.join()
             self._pool = None
 
-    def _judge_here(self, prompt: Prompt, sample: Sample) -> RewardResult:
-        if self._inline is None:
-            self._inline = build_scorers(self._section)
-        result = judge(self._inline, self._section.failure_value, prompt, sample)
-        self._on_result()
-        return result
-
     def _score_in_workers(self, jobs: list[Job]) -> list[RewardResult]:
         results: dict[int, RewardResult] = {}
         for _ in range(_STARTS):
             futures = self._schedule({place: job for place, job in enumerate(jobs) if place not in results})
-            for future in as_completed(futures):
+            for future in self._completed(futures):
                 if not isinstance(future.exception(), BrokenProcessPool):
                     results[futures[future]] = self._result(future)
-                    self._on_result()
             if len(results) == len(jobs):
                 break
         lost = failed("no worker could be kept running", self._section.failure_value)
         return [results.get(place, lost) for place in range(len(jobs))]
+
+    def _completed(self, futures: Iterable[Future[RewardResult]]) -> Iterator[Future[RewardResult]]:
+        """The futures as they end, with signs of life: a slow function is no hang."""
+        left = set(futures)
+        while left:
+            with suppress(TimeoutError):  # of a piece of the wait
+                for future in as_completed(left, _BEAT_S):
+                    left.discard(future)
+                    yield future
+            self._on_wait()
 
     def _schedule(self, jobs: dict[int, Job]) -> dict[Future[RewardResult], int]:
         """The futures of jobs, with their places; fewer if the pool breaks meanwhile. Raises RewardError."""

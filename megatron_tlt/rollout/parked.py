@@ -27,7 +27,7 @@ class ParkedRequests:
 
     def add(self, request: Request, blocks: list[int], cached: int) -> None:
         """Parks a request without a row; `blocks`, a reference to each, hold its first `cached` tokens. Mutates."""
-        request.finish_reason = None
+        request.end_turn()
         prefill = Prefill(request.computed, [request], blocks=blocks, done=cached, kept=cached)
         self._prefills[request.prompt_id, request.sample_index] = prefill
         self._ended_turns.append(request)

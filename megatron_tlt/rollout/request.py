@@ -40,6 +40,7 @@ class Request:
     takes_turns: bool = False  # its drawn turns go to an environment, which continues or ends the trajectory
     turn_rewards: list[float] = field(default_factory=list)  # of the turns that the environment has answered
     turn_seconds: list[float] = field(default_factory=list)  # as in `types.Sample`
+    turn_is_cut: bool = False  # the last drawn turn, by its limit of tokens
     failure: str | None = None  # of the environment
     finish_reason: FinishReason | None = None
     # KV blocks of a finished request, until the next schedule
@@ -80,6 +81,10 @@ class Request:
         if self.stop_strings is not None:
             for token in self.output:  # a stop string may have begun
                 self.stop_strings.push(token)
+
+    def end_turn(self) -> None:
+        """The drawn turn has ended and goes to the environment. Mutates."""
+        self.turn_is_cut, self.finish_reason = self.finish_reason == "length", None
 
     def give(self, tokens: Sequence[int]) -> None:
         """Continues `output` with tokens that are not drawn: a new turn begins behind them. Mutates."""

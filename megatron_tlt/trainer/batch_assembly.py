@@ -242,7 +242,7 @@ class BatchAssembler:
                 shaped,
                 reward.correct,
                 sample.num_drawn,
-                sample.finish_reason == "length",
+                sample.is_truncated,
                 sample.finish_reason == "abort",
                 len(group.prompt.token_ids) + len(sample.token_ids),
                 sample.policy_version < self._policy.policy_version,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
-from megatron_tlt.envs.build import environment_tools, has_opening
+from megatron_tlt.envs.build import environment_tools, gives_rewards, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
-from megatron_tlt.errors import ConfigError, EnvError
+from megatron_tlt.errors import ConfigError, ConfigProblem, EnvError, OpeningError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.turn_metrics import turn_rows
 
@@ -72,6 +72,26 @@ def prompt_tools(config: Config) -> list[ToolSchema]:
         return environment_tools(section) if section is not None and section.is_named else []
     except EnvError:
         return []
+
+
+def reward_problems(config: Config) -> list[ConfigProblem]:
+    """Reward functions `env` of an environment whose turns have no rewards. Raises EnvError."""
+    if config.env is None or gives_rewards(config.env):
+        return []
+    field, value = config.env.named_by
+    allowed = f"would be 0 for every response: {field} = {value!r} is a class of tools without score(response)"
+    found = [i for i, function in enumerate(config.rewards.functions) if function.name == "env"]
+    return [ConfigProblem(f"rewards.functions.{i}.name", "env", allowed) for i in found]
+
+
+def reward_warning(config: Config) -> str | None:
+    """Of rewards of an environment that no reward function reads; a user's own may judge as the environment does."""
+    names = {function.name for function in config.rewards.functions}
+    if config.env is None or not names or names & {"env", "python"} or not gives_rewards(config.env):
+        return None
+    field, value = config.env.named_by
+    counted = ", ".join(sorted(names))
+    return f"{field} = {value}: rewards of its turns do not count, only {counted}: no reward function is named env"
 
 
 def turn_tokens(
@@ -139,7 +159,7 @@ class Environments:
     def _openings(self, prompts: Sequence[Prompt]) -> list[str | None]:
         """The text that `reset` adds to each prompt; the first rank of every engine resets a part of them.
 
-        Collective. Raises EnvError.
+        Collective. Raises OpeningError.
         """
         rank, count = self._world.rank, self._world.size // self._tp
         replica, _ = rollout_replica(rank, self._tp)
@@ -152,7 +172,7 @@ class Environments:
         texts: list[str | None] = [None] * len(prompts)
         for of_rank, part in enumerate(self._world.all_gather_object(mine)):
             if isinstance(part, str):
-                raise EnvError(part)
+                raise OpeningError(part)
             if is_first_of_engine(of_rank, self._tp):
                 texts[of_rank // self._tp :: count] = part
         return texts

@@ -131,7 +131,7 @@ class Evaluator:
         if failures is not None:
             _log.warning(failures)
         rows = [
-            (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.finish_reason == "length", r.failure is not None)
+            (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.is_truncated, r.failure is not None)
             for g in groups
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]

@@ -21,7 +21,7 @@ from megatron_tlt.models.hf.files import model_warnings
 from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings, unread_tools
-from megatron_tlt.trainer.environments import prompt_tools
+from megatron_tlt.trainer.environments import prompt_tools, reward_warning
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
 
@@ -46,6 +46,7 @@ def _slow_update(actor: ActorSection, device: Device | None) -> str | None:
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
+    own.append(reward_warning(config))
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
     own.append(unread_tools(config, tools))

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from megatron_tlt.errors import CheckpointError, ConfigError, TrainingError, UnjudgedError
+from megatron_tlt.errors import CheckpointError, ConfigError, OpeningError, TrainingError, UnjudgedError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.run_record import write_config
 
@@ -115,7 +115,8 @@ class Job(ABC):
             if not self.is_complete():
                 self._leave(reason)
                 return True
-        except (TrainingError, UnjudgedError):  # of every rank alike: the save under way would end with the process
+        except (TrainingError, UnjudgedError, OpeningError):  # of every rank alike
+            # The save under way would end with the process.
             with self.phase("checkpoint"):
                 self.checkpoints.wait()
             raise

@@ -44,7 +44,7 @@ from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
-from megatron_tlt.trainer.environments import prompt_tools
+from megatron_tlt.trainer.environments import prompt_tools, reward_problems
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
 from megatron_tlt.trainer.token_checks import (
@@ -98,19 +98,21 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     device = resolve_device(config, None)
-    played, warnings = [], [*input_warnings(config, device), *_unseen_drafter(config, shape)]
-    if rl is not None and prompt is not None and rl.env is not None:
-        played = ["Environment: a scripted episode was the same three times, in two processes"]
-    elif rl is not None and prompt is not None and (tried := trial_line(rl.rewards, prompt)):
-        played = [tried]
-    warnings = [f"warning: {text}" for text in warnings]
+    tried = [] if rl is None or prompt is None else _tried(rl, prompt)
+    warnings = [f"warning: {text}" for text in [*input_warnings(config, device), *_unseen_drafter(config, shape)]]
     if device is None:
         positions = None if model is None else model.max_position_embeddings
         on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
         warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]
     report = render_check(config, shape, num_ranks, all_rows=all_rows)
     fits = fits_line(config, shape, num_ranks)
-    return printable("\n".join([report, *played, *to_fetch, *absent, *warnings, fits]))
+    return printable("\n".join([report, *tried, *to_fetch, *absent, *warnings, fits]))
+
+
+def _tried(config: Config, prompt: Prompt) -> list[str]:
+    """A line of the environment, whose episode was no problem, and one of users' reward functions, which run now."""
+    played = "Environment: a scripted episode was the same three times, in two processes"
+    return [*filter(None, ["" if config.env is None else played, trial_line(config.rewards, prompt)])]
 
 
 def _unseen_drafter(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:
@@ -305,7 +307,7 @@ def input_problems(config: TrainingConfig) -> list[ConfigProblem]:
             if source.is_here or (source.kind == "tasks" and source.tasks):
                 problems += source_problems(source, name, render, tools)
         if rl.env is not None and rl.env.is_named:
-            problems += environment_problems(rl.env)
+            problems += environment_problems(rl.env) or reward_problems(rl)
         problems += function_problems(rl.rewards) + _machine_problems(rl)
     if config.records is not None:
         problems += _unreadable_records(config.records, render)

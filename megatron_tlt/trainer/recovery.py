@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +76,10 @@ class Recovery:
     def may_stop(self, place: str, interrupted: bool = False) -> None:
         """Between two phases of a step. Collective. Raises GracefulExit; see `GracefulShutdown.sync`."""
         self.shutdown.sync(place, interrupted)
+
+    def unwatched(self, what: str) -> AbstractContextManager[None]:
+        """A part of a step in which no signal is looked at; see `GracefulShutdown.unwatched`."""
+        return self.shutdown.unwatched(what)
 
     def look_at(self, batch: TrainBatch, out: TrainOutput) -> dict[str, float]:
         """After the update of the step under way: counts and records one that is not finite. Returns metrics."""

@@ -93,7 +93,7 @@ class GroupSampler:
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
-            with self.metrics.phase("score"):
+            with self.metrics.phase("score"), self.recovery.unwatched("scoring"):
                 failures = self.rewards.score(groups)
                 scored += groups
                 share_responses(self.queues.world, self.backend, groups)
@@ -123,7 +123,7 @@ class GroupSampler:
         """The prompts of a rollout of `step`; with environments a phase, since their `reset` may take long."""
         if self.environments is None:
             return self.carried.next_prompts(count)
-        with self.metrics.phase("reset"):
+        with self.metrics.phase("reset"), self.recovery.unwatched("the openings of environments"):
             prompts = self.carried.next_prompts(count)
             if self.pre_rollouts is not None:
                 self.pre_rollouts.look_ahead(step)

@@ -142,12 +142,12 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
 
 
 def reward_pool(config: Config, world: World) -> RewardPool:
-    """The reward functions on this rank, with a heartbeat a result. Of an engine's ranks the first one judges, with the
-    workers of all; they import while it builds its engine.
+    """The reward functions on this rank, with heartbeats while it waits. Of an engine's ranks the first one judges,
+    with the workers of all; they import while it builds its engine.
     """
     replica_size = config.rollout.tp
     section = config.rewards.model_copy(update={"workers": config.rewards.workers * replica_size})
-    pool = RewardPool(section, on_result=world.heartbeat)
+    pool = RewardPool(section, on_wait=world.heartbeat)
     if is_first_of_engine(world.rank, replica_size):
         pool.warm_up()
     return pool

@@ -12,6 +12,7 @@ from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
 from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
+_LIMITS = ("max_turns", "cut")  # finish reasons whose shares are metrics
 
 
 def turn_metrics(groups: Sequence[SampleGroup]) -> RankMetrics:
@@ -22,6 +23,8 @@ def turn_metrics(groups: Sequence[SampleGroup]) -> RankMetrics:
     pairs = {"env/turns": (float(sum(map(len, rewards))), len(samples))}
     pairs |= {"env/reward": (sum(map(sum, rewards)), len(samples))}
     pairs |= {"env/seconds": (sum(sum(sample.turn_seconds) for sample in samples), len(samples))}
+    for reason in _LIMITS:
+        pairs[f"env/{reason}"] = float(sum(sample.finish_reason == reason for sample in samples)), len(samples)
     for turn in range(min(_TURNS, max(map(len, rewards), default=0))):
         there = [of_turn[turn] for of_turn in rewards if len(of_turn) > turn]
         pairs[f"env/reward/turn_{turn + 1}"] = sum(there), len(there)
@@ -74,12 +77,19 @@ def column_means(turns: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
 
 
 def failure_warning(groups: Sequence[SampleGroup]) -> str | None:
-    """Names this rank's trajectories that ended without their environment; None without any."""
-    failed = [sample for group in groups for sample in group.samples if sample.failure is not None]
+    """Counts this rank's trajectories that ended without their environment; None without any."""
+    samples = [sample for group in groups for sample in group.samples]
+    return unanswered(samples, " and are not trained on; this step is not comparable bit for bit")
+
+
+def unanswered(samples: Sequence[Sample], consequence: str = "") -> str | None:
+    """Counts trajectories that ended without an answer of their environment, and names one; None without any."""
+    failed = [sample for sample in samples if sample.failure is not None]
     if not failed:
         return None
-    first = failed[0]
+    count, first = f"{len(failed)} of {len(samples)}", failed[0]
+    which = f"prompt {first.prompt_id}, sample {first.sample_index}"
     return (
-        f"{len(failed)} trajectories ended without an answer of their environment and are not trained on; this step is "
-        f"not comparable bit for bit. Prompt {first.prompt_id}, sample {first.sample_index}: {first.failure}"
+        f"{count} trajectories ended without an answer of their environment{consequence}; one of them: {which}: "
+        f"{first.failure}"
     )

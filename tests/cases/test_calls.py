@@ -47,6 +47,7 @@ f, g = ("f", {"a": 1}), ("g", {"b": 2})
         ('{"name": "f", "arguments": null}', [("f", {})]),
         ('{"name": "f", "arguments": "{\\"a\\": 1}"}', [f]),
         ('{"name": "f", "arguments": ""}', [("f", {})]),
+        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": "{}"}', [("f", {}), ("g", {})]),
         ('{"name": "f", "parameters": {"q": "a {b} [c] \\"d\\""}}', [("f", {"q": 'a {b} [c] "d"'})]),
         # Mistral (its tags are special tokens, which the text of a turn lacks), xLAM, Phi-4-mini, Granite, Nemotron
         (f"[TOOL_CALLS][{F}, {G}]", [f, g]),
@@ -88,6 +89,8 @@ f, g = ("f", {"a": 1}), ("g", {"b": 2})
         (f"<tool_call>{F} because</tool_call>", "text behind the JSON"),
         ('{"name": "f", "arguments": "a=1"}', "is no JSON"),
         ('{"name": "f", "arguments": [1]}', "a call must be"),
+        ("<tool_call>[1]</tool_call>", "a call must be"),
+        pytest.param('{"name": "f", "parameters": ' + "[" * 99_999, "is no JSON", id="deep"),
         ('{"tool": "f", "args": {"a": 1}}', "a call must be"),
         ('{"action": "f", "action_input": "x"}', "a call must be"),
         ("<tool_call>f(a=1)</tool_call>", "calls of this form are not read"),

@@ -23,7 +23,7 @@ TAG = r"<answer>(.*?)</answer>"
 
 
 def judged(answer: Any, text: str, **config: Any) -> RewardResult:
-    scorers = build_scorers(RewardSection(functions=(RewardConfig(**config),), workers=0))
+    scorers = build_scorers(RewardSection(functions=(RewardConfig(**config),)))
     return judge(scorers, -1.0, Prompt(0, "d:0", (), "q", answer), Sample(0, 0, [], [], text, "stop", 0))
 
 

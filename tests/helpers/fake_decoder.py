@@ -173,7 +173,8 @@ class FakeTurns:
         if rng.random() < 0.05:
             return TurnResult(prompt_id, index, (), failure="timeout")
         if turn + 1 >= self.most_turns or rng.random() < 0.2:
-            return TurnResult(prompt_id, index, (), reward, done=True)
+            ended = "max_turns" if turn + 1 >= self.most_turns else "env"
+            return TurnResult(prompt_id, index, (), reward, ended=ended)
         given = tuple(rng.randrange(1, self.vocab) for _ in range(rng.randint(1, self.longest)))
         return TurnResult(prompt_id, index, given, reward)
 
@@ -276,8 +277,9 @@ def _last_turn(
             request.failure, request.finish_reason = answer.failure, "abort"
             return request
         rewards.append(answer.reward)
-        if answer.done:
-            request.finish_reason = "env"
+        if answer.ended is not None:
+            is_cut = answer.ended == "env" and request.finish_reason == "length"
+            request.finish_reason = "cut" if is_cut else answer.ended
             return request
         if len(output) + len(answer.given) >= params.max_tokens:
             request.finish_reason = "length"

@@ -123,8 +123,6 @@ def check_rewards(config: Config) -> Problems:
         if function.name == "env" and config.env is None:
             yield ConfigProblem(f"{path}.name", "env", "needs an environment: env.kind or env.path")
         yield from _check_reward_parameters(path, function)
-        if config.rewards.workers == 0 and function.name == "python":
-            yield ConfigProblem("rewards.workers", 0, f"must be > 0: {path} is a user's function and needs a timeout")
 
 
 def _check_task_reward(path: str, config: Config) -> Problems:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_tlt.backends import build
+from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.errors import DataError
+from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
 from tests.helpers.fake_decoder import CharTokenizer
+from tests.helpers.mpi import ROOT
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,16 @@ def test_an_environment_sees_answers_and_other_fields(tmp_path: Path):
     texts = iter(["c", "d"])
     with pytest.raises(DataError, match=r"p\.jsonl:2: the environment's text cannot be added to token_ids"):
         file_prompts(file, Codes(), chat=False, env=env)
+
+
+def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    samples = [Sample(0, i, [1], [], "", "abort", 0, failure=why) for i, why in enumerate((None, "no key", "no net"))]
+    engine = SimpleNamespace(generate=lambda call: samples, take_stats=EngineStats, close=lambda: None)
+    monkeypatch.setattr(build, "build_backend", lambda options: engine)
+    prompts, model = [Prompt(0, "p:1", (1,), "")], ROOT / "assets/demo-policy"
+    generate_file(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), None, n=3)
+    (warning,) = caplog.messages
+    assert warning.startswith("2 of 3 trajectories ended without an answer of their environment; one of them: ")
+    assert warning.endswith(": prompt 0, sample 1: no key")

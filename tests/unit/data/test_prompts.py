@@ -17,7 +17,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.data.chat import with_system
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source
 from megatron_tlt.data.sources import Row
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, OpeningError
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
 
@@ -62,6 +62,7 @@ def test_an_environment_adds_its_text_and_drops_prompts_that_become_too_long() -
     seeds.clear()
     prompts = made.next_batch(2)
     assert [(p.prompt_id, p.text, bytes(p.token_ids)) for p in prompts] == [(1, "!", b"u:! "), (3, "!", b"u:! ")]
+    assert {p.row_text for p in prompts} == {""}
     assert [p.seed for p in prompts] == [seeds[1], seeds[3]]
     assert len(set(seeds)) == len(seeds)
     assert all(seed < 2**31 for seed in seeds)
@@ -93,7 +94,7 @@ def test_each_prompt_is_opened_once_also_where_it_was_looked_at_before() -> None
 @pytest.mark.parametrize("openings", [None, lambda prompts: [None] * len(prompts), lambda prompts: [""] * len(prompts)])
 def test_only_a_prompt_of_a_row_needs_no_text_of_the_environment(ten: PromptSourceConfig, openings: Any) -> None:
     env = EnvPrompts(openings=openings)
-    with pytest.raises(DataError, match="reset returned no text"):
+    with pytest.raises(OpeningError, match="reset returned no text"):
         build_prompts(DataSection(train=PromptSourceConfig(kind="env")), "train", Letters(), 3, env)  # type: ignore[arg-type]
     prompts = build_prompts(DataSection(train=ten), "train", Letters(), 3, env).next_batch(4)  # type: ignore[arg-type]
     assert prompts == stream(ten, seed=3).next_batch(4)
@@ -258,7 +259,8 @@ def test_a_prompt_may_be_chat_messages(
     source = source.model_copy(update={"prompt_field": "messages", "answer_field": "about.gold.value"})
     (prompt,) = stream(source, system_prompt=system).next_batch(1)
     assert (Letters().decode(prompt.token_ids), prompt.text, prompt.answer) == (expected, "hi", "7")
-    assert prompt.metadata["level"] == 3
+    whole = [{name: m[name] for name in ("role", "content")} for m in messages if m != RESPONSE]
+    assert (prompt.metadata["level"], prompt.metadata["messages"]) == (3, whole)
     if len(messages) > 1:
         with pytest.raises(DataError, match=r"chat messages need data\.chat_template and a tokenizer"):
             stream(source, tokenizer=Plain())
@@ -277,7 +279,7 @@ def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:
     one = stream(PromptSourceConfig(kind="parquet", path=str(tmp_path / "five.parquet"))).next_batch(7)
     two = stream(PromptSourceConfig(kind="hf", path=str(tmp_path / "five"))).next_batch(7)
     assert one == two
-    assert one[0].metadata["tags"] == [int(one[0].text[1])]
+    assert one[0].metadata == {"tags": [int(one[0].text[1])]}
 
 
 BAD_LINES = [

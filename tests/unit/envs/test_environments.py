@@ -19,8 +19,7 @@ from megatron_tlt.envs.build import (
     has_opening,
     load_environment,
 )
-from megatron_tlt.envs.calculator import evaluate
-from megatron_tlt.envs.calls import ToolCall, parse_calls
+from megatron_tlt.envs.calculator import Calculator, evaluate
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.envs.python import Python
 from megatron_tlt.types import Prompt
@@ -72,25 +71,6 @@ def test_the_calculator_evaluates_arithmetic_only(expression: str, value: float 
         assert evaluate(expression) == value
 
 
-@pytest.mark.parametrize(
-    ("response", "calls"),
-    [
-        ("7", []),
-        ('{"a": 1}', []),
-        ('so\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', [ToolCall("f", {"a": 1})]),
-        ('<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": "{}"}',
-         [ToolCall("f", {}), ToolCall("g", {})]),
-        ('<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": 2}}',
-         [ToolCall("f", {}), ToolCall("g", {"b": 2})]),
-        ("<tool_call>[1]</tool_call>", [ToolCall(problem='a call must be {"name": ..., "arguments": {...}}')]),
-    ],
-)  # fmt: skip
-def test_calls_are_read_in_every_form(response: str, calls: list[ToolCall]) -> None:
-    assert parse_calls(response) == calls
-    for text in ("<tool_call>{</tool_call>", '{"name": "f", "parameters": ' + "[" * 99999):
-        assert "is no JSON" in str(parse_calls(text)[0].problem)
-
-
 def test_a_class_of_tools_answers_its_calls_in_order_and_scores_the_last_turn() -> None:
     section = {"path": f"{USER}:Shop", "params": {"price": 2}, "tool_role": "user"}
     shop = made(**section)
@@ -128,6 +108,19 @@ class Keywords:
         return "", 0.0, True, False, {}
 
 
+class Swapped:
+    def reset(self, seed: int, prompt: Prompt) -> str:
+        return ""
+
+    def step(self, text: str) -> Step:
+        return Step()
+
+
+class SwappedTools(Calculator):
+    def reset(self, seed: int, prompt: Prompt) -> None:
+        """Nothing."""
+
+
 class OtherNames:
     def reset(self, row: Prompt, seed: int) -> str:
         return f"{row.text} {seed}"
@@ -144,7 +137,8 @@ def test_a_reset_that_needs_no_prompt_is_gymnasiums() -> None:
 def test_gymnasiums_methods_are_taken_as_they_are() -> None:
     gym = load_environment(EnvSection(path=f"{USER}:Gym"))()
     assert gym.reset(PROMPT, 3) == "q 3"
-    assert [gym.step("a"), gym.step("end")] == [Step("did a", 0.5), Step("did end", 0.5, True)]
+    assert [gym.step("a"), gym.step("right")] == [Step("did a", 0.5), Step("did right", 0.5, done=True)]
+    assert gym.step("late") == Step("did late", 0.5, done=True, truncated=True)
 
 
 def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +215,13 @@ def test_python_without_a_network_of_its_own_is_named() -> None:
         ({"path": f"{USER}:USER"}, "has no 'USER'"),
         ({"path": f"{USER}:time"}, "is a module, not a class"),
         ({"path": f"{USER}:Untyped"}, "tool Untyped.buy"),
+        *(
+            (
+                {"path": f"{__file__}:{name}"},
+                f"{name}.reset: is called as reset(prompt, seed), but 'seed' is argument 1",
+            )
+            for name in ("Swapped", "SwappedTools")
+        ),
         ({"kind": "number_guess", "params": {"words": 3}}, "do not fit the constructor"),
         ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be a number below env.timeout_s = 15"),
         ({"kind": "python", "params": {"wall_s": "9"}}, "env.params.wall_s = '9': must be a number below"),
@@ -265,5 +266,6 @@ def test_the_fingerprint_sees_settings_and_source(tmp_path: Path) -> None:
 )
 def test_a_step_has_the_right_form(value: object) -> None:
     assert as_step(("a", 1)) == Step("a", 1.0)
+    assert as_step(Step(truncated=True)) == Step(done=True, truncated=True)
     with pytest.raises((TypeError, ValueError), match="step returned"):
         as_step(value)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_envs.py"
 PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
+OPENED = [replace(prompt, text=f"q\n\nq {prompt.seed}", row_text="q") for prompt in PROMPTS]
 
 
 class Letters:
@@ -46,7 +48,7 @@ def trajectories(name: str = "Act", **settings: object) -> Iterator[tuple[Enviro
 def play(turns: Trajectories, texts: dict[int, str], turn: int, sample: int = 0) -> dict[int, TurnResult]:
     """The results of one turn of some prompts."""
     for i, text in texts.items():
-        turns.submit(PROMPTS[i], sample, turn, [5, 6], text)
+        turns.submit(OPENED[i], sample, turn, [5, 6], text)
     results: dict[int, TurnResult] = {}
     end = time.monotonic() + 60
     while len(results) < len(texts) and time.monotonic() < end:
@@ -86,14 +88,15 @@ def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
         assert text_of(play(turns, {0: "a", 1: "b", 2: "c"}, 0)[1]) == "q 8 b"
         second = play(turns, {0: "d", 1: "end"}, 1)
         assert second[0] == TurnResult(0, 0, (5, 6, *map(ord, "q 7 a d")), reward=3.0)
-        assert second[1] == TurnResult(1, 0, (), reward=3.0, done=True)
+        assert second[1] == TurnResult(1, 0, (), reward=3.0, ended="env")
         turns.discard(0, 0)
         turns.discard(0, 0)
         assert text_of(play(turns, {0: "e"}, 0)[0]) == "q 7 e", "begun anew"
         assert {w.load for w in pool.workers} == {1}
     with trajectories(max_turns=2) as (_, turns):
-        play(turns, {0: "a"}, 0)
-        assert play(turns, {0: "b"}, 1)[0].done
+        play(turns, {0: "a", 1: "a"}, 0)
+        second = play(turns, {0: "b", 1: "truncated"}, 1)
+        assert (second[0].ended, second[1].ended) == ("max_turns", "cut")
 
 
 def test_every_kind_of_failure_ends_its_trajectory_only() -> None:
@@ -167,6 +170,20 @@ def test_an_environment_that_raised_is_closed(tmp_path: Path) -> None:
         assert without_place(play(turns, {0: "a"}, 0)[0].failure) == r"RuntimeError: a\ud800"
         play(turns, {1: "b"}, 0)
     assert file.read_text().startswith("closed ")
+
+
+def test_an_opening_is_asked_for_twice_and_what_fails_to_close_is_logged_once_a_rollout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trajectories("BadClose", params={"path": str(tmp_path / "resets")}, timeout_s=2) as (pool, turns):
+        assert pool.openings(PROMPTS[:1]) == ["now"]
+        ended = play(turns, {0: "raise", 1: "raise", 2: "hang"}, 0)
+        assert {result.ended for result in ended.values()} == {"env"}
+        play(turns, {0: "fine"}, 0, sample=1)  # behind the others' ends
+        starts = pool.workers[0].starts
+    assert (without_place(caplog.messages[0]), len(caplog.messages), starts) == (
+        "close() of 3 environments failed; one of them: RuntimeError: it is stuck", 1, 2
+    )  # fmt: skip
 
 
 def test_a_worker_that_starts_while_the_pool_closes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

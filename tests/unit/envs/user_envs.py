@@ -31,7 +31,8 @@ class Act(Environment):
             raise RuntimeError("no such luck")
         if response == "pid":
             return Step(str(os.getpid()))
-        return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end")
+        is_cut = response == "truncated"
+        return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end", truncated=is_cut)
 
 
 def _square(number: int) -> int:
@@ -123,6 +124,31 @@ class Closing(Environment):
             file.write("closed ")
 
 
+class BadClose(Environment):
+    """Every turn is the last one, and says how `close` fails; the first `reset` of all fails."""
+
+    def __init__(self, path: str):
+        self.path, self.turn = path, ""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        with open(self.path, "a+") as file:
+            is_first = not file.tell()
+            file.write("reset ")
+        if is_first:
+            raise OSError("the service is not there yet")
+        return "now"
+
+    def step(self, response: str) -> Step:
+        self.turn = response
+        return Step(done=True)
+
+    def close(self) -> None:
+        if self.turn == "raise":
+            raise RuntimeError("it is stuck")
+        if self.turn == "hang":
+            time.sleep(60)
+
+
 class Dice(Environment):
     """Not a function of its seed."""
 
@@ -140,7 +166,7 @@ class Gym:
         return f"{options['prompt']} {seed}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
-        return f"did {action}", 0.5, False, action == "end", {}
+        return f"did {action}", 0.5, action == "right", action in ("right", "late"), {}
 
 
 class Echo:

@@ -68,7 +68,10 @@ def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: P
     path = tmp_path / "a"
     assert read(path, CONTENT) == EXPECTED
     assert read(path, CONTENT, {2: CRCS[2]}) == {(2, 1): EXPECTED[2, 1]}
-    assert len({prompt_crc(replace(PROMPTS[0], **changed)) for changed in ({}, {"seed": 1}, {"answer": "1"})}) == 3
+    changes = ({}, {"seed": 1}, {"answer": "1"}, {"text": "!"}, {"task": "t"}, {"metadata": {"a": [1, b"2"]}})
+    for has_env, count in ((False, 3), (True, 6)):
+        assert len({prompt_crc(replace(PROMPTS[0], **changed), has_env) for changed in changes}) == count
+    assert prompt_crc(PROMPTS[0]) == 1383785797, "carried responses of checkpoints have it"
     other = {**CRCS, 0: prompt_crc(Prompt(0, "q0", (9, 9), "?"))}
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
     assert find_responses(path, {**KEY, "weights": "abd"}, CRCS) is None
@@ -168,6 +171,7 @@ def run_step(
     on_response: Callable[[Sample], None] | None = None,
     begun: dict[tuple[int, int], Sample] | None = None,
     have: Collection[tuple[int, int]] = (),
+    turns: Any = None,
     **options: Any,
 ) -> tuple[list[Sample], dict[str, float]]:
     """One process: starts after step - 1 steps, weight syncs weights, responses, is ended."""
@@ -177,7 +181,7 @@ def run_step(
     cache.begin_step(step, 0)
     try:
         queue = PromptQueue(prompts, 0, 1, len(prompts), lambda: 0)
-        call = GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response, begun=begun or {}, have=have)
+        call = GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response, begun=begun or {}, have=have, turns=turns)
         samples = cache.generate(call)
     finally:
         metrics = values_of([cache.end_step()])
@@ -237,11 +241,13 @@ def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it_undeco
         {"seed": 4},
         {"step": 2},
         {"prompts": [Prompt(i, "o", (5, i), "?") for i in range(4)]},
+        {"prompts": [replace(p, metadata={"level": 2}) for p in PROMPTS], "turns": object()},
         {"fresh": True},
     ],
 )
 def test_responses_of_anything_else_are_not_used(tmp_path: Path, change: dict[str, Any]) -> None:
-    killed(tmp_path, 5)
+    turns = change.get("turns")
+    killed(tmp_path, 5, turns=turns)
     engine = Engine()
     _, metrics = run_step(tmp_path, engine, **change)
     assert engine.asked == ALL

@@ -82,13 +82,21 @@ def test_an_update_is_begun_only_if_it_fits(clock, scoring_s):
     assert stop.has_dropped_step != fits
 
 
-def test_an_update_that_the_warning_is_too_short_for_is_named_once(clock, caplog):
+def test_an_update_or_a_part_without_looks_that_the_warning_is_too_short_for_is_named_once(clock, caplog):
     stop, _ = make(clock)
+
+    def score(seconds):
+        with stop.unwatched("scoring"):
+            clock.now += seconds
+
     finish_step(stop, clock, rest=95, update=90)
+    score(90)
     assert not caplog.text, "100 s are enough for it and for a checkpoint"
     for _ in range(2):
         finish_step(stop, clock, rest=200, update=190)
-    assert caplog.text.count("take 150 s, more than stop.warning_s = 100") == 1
+        score(95)
+    expected = ["an update and a checkpoint take 150 s", "scoring and a checkpoint take 105 s"]
+    assert [text.partition(",")[0] for text in caplog.messages] == expected
 
 
 def test_a_second_signal_drops_at_once_and_sigterm_leaves_less_time(clock):

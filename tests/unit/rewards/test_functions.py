@@ -21,7 +21,7 @@ TAG = r"<answer>(.*?)</answer>"
 
 
 def judged(text: str, *functions: RewardConfig, answer: str | None = None, **metadata: Any) -> RewardResult:
-    section = RewardSection(functions=functions, failure_value=-1.0, workers=0)
+    section = RewardSection(functions=functions, failure_value=-1.0)
     prompt = Prompt(0, "d:0", (), "prompt", answer, "t", metadata)
     return judge(build_scorers(section), section.failure_value, prompt, Sample(0, 0, [], [], text, "stop", 0))
 
@@ -77,7 +77,7 @@ def test_the_environments_rewards_are_summed_or_the_last_one_counts() -> None:
     last = RewardConfig(name="env", turns="last")
     for turns, values in (([0.25, 1.0], (1.25, 1.0)), ([], (0.0, 0.0))):
         sample = Sample(0, 0, [], [], "", "env", 0, turn_rewards=turns)
-        scorers = build_scorers(RewardSection(functions=(RewardConfig(name="env"), last), workers=0))
+        scorers = build_scorers(RewardSection(functions=(RewardConfig(name="env"), last)))
         assert tuple(judge(scorers, -1.0, Prompt(0, "d", (), ""), sample).parts.values()) == values
     failed = judge(scorers, -1.0, Prompt(0, "d", (), ""), Sample(0, 0, [], [], "", "abort", 0, failure="no answer"))
     assert (failed.value, failed.failure) == (-1.0, "env: no answer")
@@ -129,7 +129,7 @@ def test_python_by_file_with_parameters() -> None:
 def test_python_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(USER.parent))
     assert judged("7", RewardConfig(name="python", path="user_rewards:good"), answer="7").value == 1.0
-    section = RewardSection(functions=(RewardConfig(name="python", path="posixpath:isabs"),), workers=0)
+    section = RewardSection(functions=(RewardConfig(name="python", path="posixpath:isabs"),))
     with pytest.raises(RewardError, match=r"isabs.*takes"):
         build_scorers(section)
 

@@ -56,7 +56,7 @@ def jobs():
 @pytest.fixture(scope="module")
 def reference(jobs) -> Trajectories:
     expected = turn_by_turn(fake_engine(), jobs, FakeTurns())
-    assert {t[-1] for t in expected.values()} == {"env", "abort", "length"}
+    assert {t[-1] for t in expected.values()} == {"env", "max_turns", "cut", "abort", "length"}
     assert max(len(t[3]) for t in expected.values()) == 4
     return expected
 

@@ -160,6 +160,18 @@ def test_figures_are_of_all_that_was_scored_before_overlong_shaping():
     assert "reward/overlong_penalty" not in alone.metrics() and alone.metrics()["reward/mean"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("reason", "is_cut"), [("length", True), ("max_turns", True), ("cut", True), ("env", False), ("stop", False)]
+)
+def test_whatever_limit_has_cut_a_response_it_counts_as_truncated_and_may_be_masked(reason, is_cut):
+    groups = make_groups(num_prompts=1)
+    for sample, finish in zip(groups[0].samples, ("stop", reason, "stop"), strict=True):
+        sample.finish_reason = finish
+    figures, batch = built(groups, "grpo", mask_truncated=True)
+    assert figures["length/truncated"] == pytest.approx(is_cut / 3)
+    assert [s.trajectory.sample_index for s in batch.mini_batches[0]] == ([0, 2] if is_cut else [0, 1, 2])
+
+
 EVERY = [(name, kl) for name in sorted(ALGORITHMS) for kl in ({}, {"kl_coef": 0.5, "kl_in": "reward"})]
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_tlt.config.env import EnvSection
-from megatron_tlt.errors import ConfigError, EnvError
-from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
+from megatron_tlt.errors import ConfigError, EnvError, OpeningError
+from megatron_tlt.trainer.environments import Environments, before_a_run
 from megatron_tlt.types import Prompt
 
 PROMPTS = [Prompt(i, f"d:{i}", (), str(i)) for i in range(5)]
@@ -43,7 +43,7 @@ def test_each_rank_resets_a_part_of_the_prompts_and_all_raise_together() -> None
     bad = [*PROMPTS[:3], Prompt(3, "d:3", (), "bad")]
     parts[0] = ["0", "2"]
     for rank in (1, 0):
-        with pytest.raises(EnvError, match="no opening"):
+        with pytest.raises(OpeningError, match="no opening"):
             environments(rank, parts)._openings(bad)
 
 
@@ -60,9 +60,3 @@ def test_before_a_run_a_failed_opening_names_the_environment() -> None:
     for section, name in (({"path": "e.py:E"}, "env.path = 'e.py:E'"), ({"kind": "retry"}, "env.kind = 'retry'")):
         with pytest.raises(ConfigError, match=f"{name}: fails: no opening"), before_a_run(EnvSection(**section)):  # type: ignore[arg-type]
             environments(0, parts)._openings([Prompt(0, "d:0", (), "bad")])
-
-
-def test_a_run_of_single_turns_has_none() -> None:
-    assert prompts_of(None).openings is None
-    with turns_of(None) as turns:
-        assert turns is None

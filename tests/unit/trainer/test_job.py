@@ -10,7 +10,7 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import CheckpointError, TrainingError, UnjudgedError
+from megatron_tlt.errors import CheckpointError, OpeningError, TrainingError, UnjudgedError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -132,7 +132,7 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
     assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
 
 
-@pytest.mark.parametrize("error", [TrainingError, UnjudgedError])
+@pytest.mark.parametrize("error", [TrainingError, UnjudgedError, OpeningError])
 def test_training_that_cannot_go_on_ends_once_the_save_under_way_is_done(tmp_path, error):
     class Lost(Counting):
         def save_if_due(self) -> None:

@@ -127,7 +127,7 @@ def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
     )
     assert (row["reward/failures"], row["env/failures"], row["reward/mean"], rollouts["samples"]) == (2, 2, 0.5, 4)
     assert [(r["prompt_id"], r["sample_index"]) for r in responses] == [(1, 0), (1, 1), (0, 0), (0, 1)]
-    assert "2 trajectories ended without an answer" in caplog.text
+    assert "2 of 4 trajectories ended without an answer" in caplog.text
 
 
 def test_the_last_tables_show_a_run_directory_as_it_is(

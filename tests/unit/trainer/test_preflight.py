@@ -18,6 +18,7 @@ from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
+from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import (
     check_on,
     check_report,
@@ -32,6 +33,7 @@ from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
+REWARDS = Path(__file__).parents[1] / "rewards/user_rewards.py"
 ARCHITECTURE = {
     "family": "qwen3",
     "vocab_size": 288,
@@ -143,9 +145,27 @@ def test_a_kl_term_without_gradient_is_a_warning_of_check():
 
 
 def test_an_environment_is_played_before_a_run():
-    assert "\nEnvironment: a scripted episode" in check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}), 4)
+    own = {"functions": [{"name": "python", "path": f"{REWARDS}:good"}]}
+    report = check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}, rewards=own), 4)
+    assert "\nEnvironment: a scripted episode" in report
+    assert "\nRewards of an empty response to the first prompt: good 0\n" in report, "also beside an environment"
+    assert "do not count" not in report
     with pytest.raises(ConfigError, match="function of prompt, seed and turns"):
         check_report(make(env={"path": f"{ENVIRONMENTS}:Dice"}), 4)
+
+
+def test_rewards_of_an_environment_that_has_none_or_that_nothing_reads_are_named():
+    functions = [{"name": "task"}, {"name": "env"}]
+    for env, rewards in (({"kind": "calculator"}, functions), ({"path": f"{ENVIRONMENTS}:Echo"}, functions[1:])):
+        (problem,) = input_problems(make(env=env, rewards={"functions": rewards}))
+        assert problem.path == f"rewards.functions.{len(rewards) - 1}.name"
+        assert "0 for every response" in problem.allowed and "without score" in problem.allowed
+    shop = {"path": f"{ENVIRONMENTS}:Shop"}
+    assert not input_problems(make(env=shop, rewards={"functions": functions}))
+    for env, count in ((shop, 1), ({"kind": "number_guess"}, 1), ({"kind": "calculator"}, 0)):
+        found = [text for text in input_warnings(make(env=env), "cpu") if "do not count, only task" in text]
+        assert len(found) == count
+    assert not [t for t in input_warnings(make(env=shop, rewards={"functions": functions}), "cpu") if "count" in t]
 
 
 def test_tasks_rewards_and_layout_are_wrong_at_once():

@@ -43,6 +43,7 @@ class Ranks:
         self.asked: list[list[int]] = []
         self.shown: list[tuple[int, int, int]] = []
         self.history: list[PastResponse] = []
+        self.unwatched: list[str] = []
 
     def lookup_tables(self) -> Any:
         """No drafter reads them."""
@@ -126,6 +127,7 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
         recovery=SimpleNamespace(
             generate=lambda call: (ranks.generate(call), False),
             may_stop=lambda *_: None,
+            unwatched=lambda what: ranks.unwatched.append(what) or nullcontext(),
             end_rollouts=lambda: {"rollout_cache/reused": 0.0},
         ),
         metrics=ranks,
@@ -158,6 +160,7 @@ def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
     ranks = Ranks()
     groups, *_ = sampler_of(ranks, rounds=5, wanted=wanted).sample(4)
     assert sorted(g.prompt.prompt_id for g in groups) == [1, 3, 4][:wanted] and len(ranks.asked) == 2
+    assert ranks.unwatched == ["scoring"] * 2
 
 
 def test_all_scored_groups_of_all_rounds_come_back_beside_those_to_train_on() -> None:

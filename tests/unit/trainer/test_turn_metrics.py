@@ -21,11 +21,14 @@ def group(*turns):
 
 def test_means_are_of_all_trajectories():
     ranks = [[group([1.0, 2.0], [0.5])], [group([0.0, 0.0, 3.0]), group(None)]]
+    ranks[1][0].samples[0].finish_reason = "max_turns"
     assert values_of([turn_metrics(groups) for groups in ranks]) == {
         "env/failures": 1.0,
         "env/turns": 6 / 4,
         "env/reward": pytest.approx(6.5 / 4),
         "env/seconds": 0.5 * 7 / 4,
+        "env/max_turns": 0.25,
+        "env/cut": 0.0,
         "env/reward/turn_1": 0.5,
         "env/reward/turn_2": 1.0,
         "env/reward/turn_3": 3.0,
@@ -36,7 +39,8 @@ def test_a_trajectory_that_was_cut_in_its_first_turn_counts():
     cut = SampleGroup(Prompt(1, "q", (1,), ""), [Sample(1, 0, [1], [0.0], "", "length", 0)])
     for groups, mean in (([cut], 0.0), ([cut, group([1.0])], 0.5), ([], 0.0)):
         assert values_of([turn_metrics(groups)]) | {"env/reward/turn_1": 0} == {
-            "env/failures": 0, "env/turns": mean, "env/reward": mean, "env/seconds": 0.5 * mean, "env/reward/turn_1": 0
+            "env/failures": 0, "env/turns": mean, "env/reward": mean, "env/seconds": 0.5 * mean, "env/reward/turn_1": 0,
+            "env/max_turns": 0, "env/cut": 0,
         }  # fmt: skip
 
 
@@ -66,4 +70,4 @@ def test_the_turns_of_a_trajectory_are_texts_calls_rewards_and_seconds():
 def test_failures_are_named():
     assert failure_warning([group([1.0])]) is None
     warning = failure_warning([group([1.0], None, None)])
-    assert warning.startswith("2 trajectories") and warning.endswith("Prompt 7, sample 1: timeout")
+    assert warning.startswith("2 of 3 trajectories") and warning.endswith("; one of them: prompt 7, sample 1: timeout")

@@ -130,7 +130,6 @@ def test_a_good_configuration_has_no_problems():
         (["rewards.functions=[{name: task, threshold: null}]"], "rewards.functions"),
         (["rewards.functions=[{name: python}]"], "rewards.functions.0.path"),
         (["rewards.functions=[{name: python, path: ':f'}]"], "rewards.functions.0.path"),
-        (["rewards.functions=[{name: python, path: 'a:b'}]", "rewards.workers=0"], "rewards.workers"),
         (["rewards.functions=[{name: format}]"], "rewards.functions.0.pattern"),
         (["rewards.functions=[{name: exact, pattern: '(a'}]"], "rewards.functions.0.pattern"),
         (["rewards.functions=[{name: exact, pattern: 'a'}]"], "rewards.functions.0.pattern"),
