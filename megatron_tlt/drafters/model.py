@@ -153,10 +153,6 @@ class DrafterModel(nn.Module, ABC):
         policy's.
         """
 
-    def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """`logits`, float32 [.., V]: -inf for tokens outside the drafter's vocabulary."""
-        return self.spread(self.logits(outputs, head))
-
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
         """(parent, attribute, linear) of those that may compute in FP8."""
         return []
