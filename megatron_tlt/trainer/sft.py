@@ -80,8 +80,7 @@ def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
 
 
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
-    """Digest of the training records, of what decides their order, and of model and adapter that training starts from.
-    """
+    """Digest of the training records, of what decides their order, and of the model and adapter at the start."""
     sft, model, lora = config.sft, config.model, config.actor.lora
     start = model.megatron_path or policy_fingerprint(model.path)
     digest = hashlib.sha256(f"{start} {sft.seed} {sft.tokens_per_step}".encode())

@@ -14,6 +14,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.checkpoint import drafter_problems, drafter_warnings, load_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import EMBED, HEAD
 from megatron_tlt.models.hf.writer import save_hf
@@ -163,3 +164,15 @@ def test_a_confidence_head_is_named_as_not_read(tmp_path: Path) -> None:
     out = published(tmp_path, SHAPES["dspark"], lambda _, tensors: tensors.update(head))
     section = SpeculationSection(drafter="dspark", drafter_path=str(out))
     assert "its confidence head is not read" in drafter_warnings(section, POLICY)[0]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("own", "written"), [(16, POLICY.max_position_embeddings), (4096, 4096)])
+def test_a_drafter_of_short_sequences_drafts_as_far_as_the_policy_goes(
+    tmp_path: Path, kind: str, own: int, written: int
+) -> None:
+    """vLLM drafts nothing behind the drafter's max_position_embeddings."""
+    out = published(tmp_path, SHAPES[kind], lambda about, _: about.update(max_position_embeddings=own))
+    drafter = load_drafter(out, POLICY, SpeculationSection(drafter=kind))
+    files = KINDS[kind].vllm_files(drafter.config, drafter.weights, torch.float32)
+    assert files.json["config.json"]["max_position_embeddings"] == written

@@ -127,9 +127,9 @@ def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("kind", "policy", "says"),
     [
-        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 drafters only.*kind eagle3"),
+        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 .*or use --format hf or sglang or vllm$"),
         ("sglang", "qwen3", r"format = 'sglang': SGLang has no EAGLE-1 drafter whose attention normalises"),
-        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf"),
+        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf$"),
     ],
 )
 def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, policy, says, tmp_path) -> None:
