@@ -196,9 +196,11 @@ def other_policy_problems(
     return [ConfigProblem(field, str(path), f"{text}: {why}; {accepts}") for text in found]
 
 
-def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> list[str]:
-    """What of the configured drafter is guessed, not read, or not checked."""
-    path = speculation.drafter_path
+def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig, argument: Path | None = None) -> list[str]:
+    """What is guessed, not read, or not checked of the configured drafter, or of the one that `argument`, a command's
+    --drafter, gives.
+    """
+    path = speculation.drafter_path if argument is None else argument
     if speculation.trained is None or path is None:
         return []
     about = read_about(Path(path))
@@ -209,7 +211,8 @@ def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> li
         found, is_checked = [], bool(_fingerprint(about))
     if not is_checked:
         found.append("has nothing of the policy that it was made for: not checked")
-    return [f"rollout.speculation.drafter_path = {path}: {text}" for text in found]
+    field = "rollout.speculation.drafter_path" if argument is None else "--drafter"
+    return [f"{field} = {path}: {text}" for text in found]
 
 
 def read_about(directory: Path) -> dict[str, Any]:

@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_tlt.cli.drafter import _load
+from megatron_tlt.cli.generate import _checked_tokenizer
+from megatron_tlt.cli.main import _parser
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.checkpoint import drafter_problems, drafter_warnings, load_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config
@@ -18,6 +25,7 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import EMBED, HEAD
 from megatron_tlt.models.hf.writer import save_hf
+from tests.helpers.chat_models import save_letters
 from tests.helpers.tiny_drafters import DEEP, published
 from tests.helpers.tiny_models import random_weights
 
@@ -176,3 +184,23 @@ def test_a_drafter_of_short_sequences_drafts_as_far_as_the_policy_goes(
     drafter = load_drafter(out, POLICY, SpeculationSection(drafter=kind))
     files = KINDS[kind].vllm_files(drafter.config, drafter.weights, torch.float32)
     assert files.json["config.json"]["max_position_embeddings"] == written
+
+
+@pytest.mark.parametrize("command", ["drafter eval --drafter", "generate"])
+def test_a_guess_is_logged_once_by_commands_without_check(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
+    save_letters(model)
+    out = published(tmp_path, SHAPES["eagle3"], lambda about, _: about.pop("eagle_config"))
+    section, world = SpeculationSection(drafter="eagle3", drafter_path=str(out)), SingleProcess()
+    if command == "generate":
+        (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
+        arguments = ["generate", "--model", str(model), "--prompts", str(prompts), "--out", str(tmp_path / "o")]
+        field = "rollout.speculation.drafter_path"
+        _checked_tokenizer(_parser().parse_args(arguments), RolloutSection(speculation=section), None, world)
+    else:
+        field = "--drafter"
+        config = build_config({"model": {"path": str(model)}}, (), Config)
+        _load(out, config, section.model_copy(update={"drafter_path": None}), world, may_be_other=True)
+    (said,) = [text for text in caplog.messages if IDS in text]
+    assert said.startswith(f"{field} = {out}: has no {IDS}: the outputs of layers [1, 3, 4]")
