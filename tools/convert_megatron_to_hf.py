@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def plan(ranks: Ranks) -> HfConversion:
         if args.config is not None:
-            args.config = fetch_argument("--config", args.config, ranks, weights=False)
+            args.config = fetch_argument("--config", args.config, ranks, "companions")
         command.check_output(args, COMMAND, [args.megatron], ranks)  # before the checksums
         limit = int(args.max_file_gib * 2**30)
         share = {"part": ranks.rank, "parts": ranks.size}  # of the checksums

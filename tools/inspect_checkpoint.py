@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def plan(ranks: Ranks) -> tuple[Opened, Opened | None]:
-        config = None if args.config is None else fetch_argument("--config", args.config, ranks, weights=False)
+        config = None if args.config is None else fetch_argument("--config", args.config, ranks, "companions")
         opened = open_checkpoint(fetch_argument("directory", args.directory, ranks), config)
         other = None
         if args.compare is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -210,6 +210,18 @@ class TorchDistReader:
         if stored is None:
             raise CheckpointError(f"{self.directory} has no {slot.paths[-1]}")
         return unshard(config, slot, [self._read_region(stored, _shape(config, slot))])
+
+    def tensor_reader(self, config: ModelConfig) -> Callable[[str], Tensor]:
+        """A function that reads one tensor by its Hugging Face name, with the others of its parameter. It raises
+        CheckpointError.
+        """
+        places = {name: (slot, place) for slot in slots(config, 1) for place, name in enumerate(slot.hf_names)}
+
+        def read(name: str) -> Tensor:
+            slot, place = places[name]
+            return self.read(config, slot)[place]
+
+        return read
 
     def read_factor(self, slot: Slot, shape: tuple[int, ...]) -> Tensor:
         """An adapter's factor (`adapter_slots`), whole. Raises CheckpointError."""

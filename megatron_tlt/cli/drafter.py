@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MEASURED = rb'\{\n  "bases": '  # how the result of `drafter eval` begins
 Body = Callable[["Config", "World", "argparse.Namespace"], int]
+_log = logging.getLogger(__name__)
 
 
 def add_drafter(commands: Any) -> None:
@@ -71,7 +73,7 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     def start(world: World) -> int:
         here = on_this_machine(config, world, state_dir=unfinished, as_named=args.action == "eval")
         if args.drafter is not None:
-            args.drafter = fetch_argument("--drafter", args.drafter, world)
+            args.drafter = fetch_argument("--drafter", args.drafter, world, "drafter")
         return body(with_date(here, world, unfinished), world, args)
 
     return run_on_every_rank(config.distributed, cpu_threads(), start)
@@ -133,13 +135,15 @@ def _checked(
 def _load(
     directory: Path, config: Config, wanted: SpeculationSection, world: World, may_be_other: bool
 ) -> SavedDrafter:
-    """The drafter in `directory`. Raises ConfigError if it does not fit, or was made for another policy."""
-    from megatron_tlt.drafters.checkpoint import load_drafter, other_policy_problems
+    """The drafter in `directory`; rank 0 logs what of it is guessed. Raises ConfigError if it does not fit, or was made
+    for another policy.
+    """
+    from megatron_tlt.drafters.checkpoint import drafter_warnings, load_drafter, other_policy_problems
     from megatron_tlt.models.hf.config import ModelConfig
 
-    model = config.model
+    model, policy = config.model, ModelConfig.from_hf(config.model.path)
     try:
-        drafter = load_drafter(directory, ModelConfig.from_hf(model.path), wanted)
+        drafter = load_drafter(directory, policy, wanted)
     except CheckpointError as error:
         raise ConfigError.of("--drafter", str(directory), str(error)) from error
     problems = []
@@ -147,4 +151,6 @@ def _load(
         problems = other_policy_problems("--drafter", directory, drafter, model.path)
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
+    for text in drafter_warnings(wanted, policy, directory) if world.is_main else ():
+        _log.warning(text)
     return drafter

@@ -136,6 +136,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
+    engine = _with_drafter_here(engine, world)
     tokenizer = _checked_tokenizer(args, engine, env, world)
     environments, params = None, _sampling(args)
     if env is not None:
@@ -170,12 +171,24 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
         print(f"wrote {args.out}: {written}", flush=True)
 
 
+def _with_drafter_here(engine: RolloutSection, world: World) -> RolloutSection:
+    """The engine with the directory of a drafter that has a name on the hub. Collective."""
+    from megatron_tlt.data.hub import fetch_argument
+
+    section = engine.speculation
+    if section.trained is None or section.drafter_path is None:
+        return engine
+    here = fetch_argument("rollout.speculation.drafter_path", Path(section.drafter_path), world, "drafter")
+    return engine.model_copy(update={"speculation": section.model_copy(update={"drafter_path": str(here)})})
+
+
 def _checked_tokenizer(
     args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World
 ) -> HFTokenizer:
     """The model's tokenizer; rank 0 logs warnings of the input. Collective. Raises ConfigError with every problem."""
     from megatron_tlt.data.chat_template import TemplateSettings
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.drafters.checkpoint import drafter_warnings
     from megatron_tlt.envs.build import environment_warning
     from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.models.hf.files import model_warnings
@@ -201,6 +214,7 @@ def _checked_tokenizer(
             *unread_warnings(args.model, _KWARGS, args.chat_template_kwargs),
             *warnings_of(tokenizer, model, args.chat and not args.ignore_eos, args.stop, "--stop"),
             *model_warnings(args.model),
+            *drafter_warnings(engine.speculation, model),
             None if env is None else environment_warning(env),
         ]
         for warning in filter(None, warnings):

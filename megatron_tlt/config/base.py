@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from megatron_tlt.config.schema import strip_optional
 
-Content = Literal["model", "companions", "rows"]
+Content = Literal["model", "companions", "drafter", "rows"]
 _VARIABLE = re.compile(r"\$\w+|\$\{")
 IN_WORDS = "in_words"  # type of an error whose message says what is allowed
 

@@ -20,7 +20,6 @@ from megatron_tlt.config.block_drafters import (
     markov_rank,
 )
 from megatron_tlt.config.model import ArchitectureConfig
-from megatron_tlt.types import BackendName
 
 DrafterName = Literal["none", "suffix", "eagle", "eagle3", "dspark"]
 
@@ -38,7 +37,6 @@ class DrafterFacts:
     less_first: int = 0
     cached_layers: int = 1  # its layers with keys and values in the cache
     settings: tuple[str, ...] = ()  # of `rollout.speculation`, that not all kinds have
-    engines: tuple[BackendName, ...] | None = None  # that run it; None: all that have the kind (`CAPABILITIES`)
 
     def sized(self, section: Any) -> DrafterFacts:
         """The facts with the sizes of a `SpeculationSection`, or of the directory that it names; by default all are
@@ -119,7 +117,6 @@ class BlockFacts(DrafterFacts):
             block_size=found.block_size,
             rank=found.markov_rank or found.selector_rank,
             has_selector=bool(found.selector_rank),
-            engines=("embedded",) if found.selector_rank or found.windows else None,  # vLLM's first runner has neither
         )
 
     def _rank(self, shape: ArchitectureConfig) -> int:

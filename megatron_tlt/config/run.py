@@ -76,7 +76,7 @@ class SftCheckpointSection(CheckpointSection):
     """Newest checkpoints kept."""
     resume: Resume = "auto"
     """auto: from the newest of an unfinished run when there is one; never; or the path of one checkpoint. One of
-    another model, of other records or of another order of them is refused."""
+    another model or adapter, of other records or of another order of them is refused."""
 
 
 class ShutdownSection(Section):

@@ -44,7 +44,7 @@ class SpeculationSection(Section):
     an LM head of its own; serving engines have it for policies of every family. dspark (DSpark; DFlash and DFlash 2
     as others publish them) fills a block of tokens in one forward through the policy's LM head; its draft costs the
     same whatever its length, and it needs far more training than eagle: begin with a published one."""
-    drafter_path: Annotated[str | None, OnDisk("model", is_read=lambda s: s.trained)] = None
+    drafter_path: Annotated[str | None, OnDisk("drafter", is_read=lambda s: s.trained)] = None
     """Directory of the trained drafter's weights, of this kind (`megatron-tlt drafter train` makes one), or a name on
     the Hugging Face hub, as in model.path; null: a new one, which starts from the policy and needs training."""
     layers: tuple[NonNegativeInt, ...] | None = None

@@ -41,9 +41,10 @@ RootT = TypeVar("RootT", bound=TrainingConfig)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"(?:model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})$")  # of huggingface_hub's cache
-# Of a model: its description and tokenizer, and for "model" its weights. Folders but additional_chat_templates hold the
-# same weights in other forms.
+# Of a model or drafter: its description and tokenizer, but for "companions" its weights. Folders but
+# additional_chat_templates hold the same weights in other forms.
 _COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
+_WEIGHTS = {"companions": (), "model": ("*.safetensors",), "drafter": ("*.safetensors", "mask_embedding.pt")}
 _OTHER_FORMS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*")
 _WAIT_S = 2.0  # between two looks for a signal of a rank that waits for a download; after the first it says so
 
@@ -116,9 +117,9 @@ def on_this_machine(
     return _with_values(config, {field: str(directory) for field, directory in directories.items()})
 
 
-def fetch_argument(field: str, value: Path, ranks: Ranks, weights: bool = True) -> Path:
-    """The directory of a model that an argument of a command gives by path or by name. Collective. See `fetch`."""
-    named = Named(field, str(value), "model" if weights else "companions")
+def fetch_argument(field: str, value: Path, ranks: Ranks, content: Content = "model") -> Path:
+    """The directory that an argument of a command gives by path or by name. Collective. See `fetch`."""
+    named = Named(field, str(value), content)
     return fetch([named], ranks)[field] if is_name(value) else value
 
 
@@ -258,16 +259,26 @@ def _files(named: Named, commit: str) -> list[str]:
         return _snapshot(named, commit, [CARD if named.content == "rows" else "config.json"])
 
     folder = Path(hub_answers.answer(endpoint(), named.text, first, hub_answers.FILES_S))
-    if named.content != "rows":
-        return [*_COMPANIONS, *["*.safetensors"] * (named.content == "model")]
+    if named.content == "rows":
+        there = _listed(named, commit, folder)
+        return [CARD, *choose_files(there, folder / CARD, named.subset, named.split, named.value)]
+    patterns = [*_COMPANIONS, *_WEIGHTS[named.content]]
+    if named.content == "drafter":
+        there = _listed(named, commit, folder)
+        if not any(name.endswith(".safetensors") and "/" not in name for name in there):
+            patterns.append("pytorch_model.bin")
+    return patterns
+
+
+def _listed(named: Named, commit: str, folder: Path) -> list[str]:
+    """The paths of all files of a repository, of which `folder` holds some."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
-        there = [entry.path for entry in get_cached_repo_tree(**named.repository, revision=commit)]
+        return [entry.path for entry in get_cached_repo_tree(**named.repository, revision=commit)]
     except CachedRepoTreeNotFoundError:  # a cache that another version filled
-        there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return [CARD, *choose_files(there, folder / CARD, named.subset, named.split, named.value)]
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def _cached(named: Named, commit: str, files: list[str]) -> str | None:

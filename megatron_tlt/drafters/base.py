@@ -22,7 +22,7 @@ from megatron_tlt.drafters.decoder import DrafterDecoder
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.published import PublicForm
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.decoders.base import Decoder
 from megatron_tlt.models.hf.config import ModelConfig
 
@@ -106,10 +106,21 @@ class DrafterKind(ABC, Generic[ConfigT, ModelT]):
     # -- exports ----------------------------------------------------------------------------------------------
 
     @abstractmethod
+    def engine_problem(self, config: ConfigT, engine: Format) -> str | None:
+        """What `engine` lacks to serve such a drafter; None: nothing."""
+
+    def require_engine(self, config: ConfigT, engine: Format) -> None:
+        """Raises ConfigError, with the formats of an export that do, where there is an `engine_problem`."""
+        if problem := self.engine_problem(config, engine):
+            others = [form for form in FORMATS if form == "hf" or self.engine_problem(config, form) is None]
+            instead = "train a drafter of kind eagle3, which every format takes, or use --format"
+            raise ConfigError.of("format", engine, f"{problem}: {instead} {' or '.join(others)}")
+
+    @abstractmethod
     def engine_files(
         self, config: ConfigT, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
     ) -> ExportFiles:
-        """The files that `engine` reads. Raises ConfigError where it cannot run such a drafter."""
+        """The files that `engine` reads. Raises ConfigError as `require_engine`."""
 
     def engine_tensors(self, config: ConfigT, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as serving engines name them. The reduced vocabulary of a drafter that has no LM head of its own
@@ -136,14 +147,18 @@ class DrafterKind(ABC, Generic[ConfigT, ModelT]):
         flags = "--speculative-num-steps 4 --speculative-eagle-topk 1 --speculative-num-draft-tokens 5"
         return {"method": config.kind, "length": 4, "flags": flags}
 
-    # -- in rollouts of vLLM ----------------------------------------------------------------------------------
+    # -- in rollouts of other engines -------------------------------------------------------------------------
+
+    def rollout_problem(self, config: ConfigT, engine: Format) -> str | None:
+        """As `engine_problem`, of a rollout, whose vLLM has classes of its own for drafters."""
+        return self.engine_problem(config, engine)
 
     def vllm_method(self, config: ConfigT) -> str:
         """The name of its proposer."""
         return config.kind
 
     def vllm_files(self, config: ConfigT, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ExportFiles:
-        """The files that a rollout's engine reads at its start. Raises ConfigError for a form that it does not have."""
+        """The files that a rollout's engine reads at its start, where there is no `rollout_problem`."""
         return self.engine_files(config, weights, "vllm", dtype)
 
     def cached_layers(self, config: ConfigT) -> int:

@@ -30,6 +30,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.fields import known_fields
 from megatron_tlt.models.hf.writer import write_tensors
 from megatron_tlt.observe.files import replace_files
+from megatron_tlt.types import CAPABILITIES, BackendName
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
 
@@ -145,8 +146,12 @@ def _fingerprint(about: Mapping[str, Any]) -> str:
     return str(about.get("policy_fingerprint", {}).get("embedding", ""))
 
 
-def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model: str | Path) -> list[ConfigProblem]:
-    """Problems of the policy in `model`, of shape `policy`, with the configured drafter, which is read."""
+def drafter_problems(
+    speculation: SpeculationSection, policy: ModelConfig, model: str | Path, backend: BackendName = "embedded"
+) -> list[ConfigProblem]:
+    """Problems of the policy in `model`, of shape `policy`, and of the rollout engine with the configured drafter,
+    which is read.
+    """
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
     if speculation.trained is None:
         return []
@@ -160,7 +165,18 @@ def drafter_problems(speculation: SpeculationSection, policy: ModelConfig, model
         drafter = load_drafter(path, policy, speculation)
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
-    return [] if speculation.allow_other_policy else other_policy_problems(at, path, drafter, model)
+    found = _engine_problems(at, path, drafter.config, backend)
+    return found if speculation.allow_other_policy else found + other_policy_problems(at, path, drafter, model)
+
+
+def _engine_problems(field: str, path: str, config: DrafterConfig, backend: BackendName) -> list[ConfigProblem]:
+    """A form of drafter that the rollout engine lacks; a kind that it lacks is refused by the configuration alone."""
+    kinds = CAPABILITIES[backend].drafters
+    if backend == "embedded" or (kinds is not None and config.kind not in kinds):
+        return []
+    problem = KINDS[config.kind].rollout_problem(config, backend)
+    instead = f"rollout.backend must be 'embedded' with it, not {backend!r}"
+    return [ConfigProblem(field, path, f"{problem}: {instead}")] if problem else []
 
 
 def other_policy_problems(
@@ -180,9 +196,11 @@ def other_policy_problems(
     return [ConfigProblem(field, str(path), f"{text}: {why}; {accepts}") for text in found]
 
 
-def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> list[str]:
-    """What of the configured drafter is guessed, not read, or not checked."""
-    path = speculation.drafter_path
+def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig, argument: Path | None = None) -> list[str]:
+    """What is guessed, not read, or not checked of the configured drafter, or of the one that `argument`, a command's
+    --drafter, gives.
+    """
+    path = speculation.drafter_path if argument is None else argument
     if speculation.trained is None or path is None:
         return []
     about = read_about(Path(path))
@@ -193,7 +211,8 @@ def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig) -> li
         found, is_checked = [], bool(_fingerprint(about))
     if not is_checked:
         found.append("has nothing of the policy that it was made for: not checked")
-    return [f"rollout.speculation.drafter_path = {path}: {text}" for text in found]
+    field = "rollout.speculation.drafter_path" if argument is None else "--drafter"
+    return [f"{field} = {path}: {text}" for text in found]
 
 
 def read_about(directory: Path) -> dict[str, Any]:

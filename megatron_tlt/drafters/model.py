@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -40,6 +40,16 @@ class DrafterConfig(ABC):
     def vocabulary_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of a reduced vocabulary: d2t[i] + i is the policy's id of the drafter's token i, t2d marks the ids."""
         return {"d2t": (self.draft_vocab_size,), "t2d": (self.policy.vocab_size,)} if self.reduced else {}
+
+    def served_layer(self, dtype: str) -> dict[str, Any]:
+        """config.json of one of its layers for a serving engine, with weights of type `dtype`.
+
+        Its `max_position_embeddings` is at least the policy's: vLLM drafts nothing behind the smaller one. The number
+        is in none of the rotary frequencies that are computed here, and published drafters have the length that they
+        were trained at.
+        """
+        positions = max(self.layer.max_position_embeddings, self.policy.max_position_embeddings)
+        return replace(self.layer, max_position_embeddings=positions).to_hf(dtype)
 
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -152,10 +162,6 @@ class DrafterModel(nn.Module, ABC):
         """[.., Vd] over the drafter's tokens (`token_ids`), of outputs [.., W], in their type. `head` [V, H] is the
         policy's.
         """
-
-    def full_logits(self, outputs: Tensor, head: Tensor | None = None) -> Tensor:
-        """`logits`, float32 [.., V]: -inf for tokens outside the drafter's vocabulary."""
-        return self.spread(self.logits(outputs, head))
 
     def linears(self) -> list[tuple[nn.Module, str, nn.Linear]]:
         """(parent, attribute, linear) of those that may compute in FP8."""

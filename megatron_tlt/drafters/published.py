@@ -44,7 +44,6 @@ _DAMAGED = (
 # Entries about a file and its training, which change nothing that a drafter computes.
 _ABOUT = {"architectures", "auto_map", "model_type", "speculators_model_type", "speculators_config"}
 _ABOUT |= {"speculators_version", "transformer_layer_config", "tie_word_embeddings", "has_no_defaults_at_init"}
-_ABOUT |= {"num_target_layers"}
 _ABOUT |= {"draft_vocab_size", "target_hidden_size", "vocab_size", "embed_requires_grad", "has_lm_head"}
 _ABOUT |= {"quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"}
 

@@ -18,7 +18,7 @@ from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.loader import iter_weights
+from megatron_tlt.models.hf.loader import iter_weights, weight_reader
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 
@@ -177,13 +177,9 @@ def _sharing(config: Config, world: World) -> HiddenStateSharing:
 
 
 def _starting_drafter(config: Config) -> DrafterModel:
-    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank.
-
-    A policy that starts from a Megatron checkpoint may have no weights in `model.path`: its drafter starts at random.
-    """
+    """The configured drafter, or, where none is named, one made from the policy's weights: the same on every rank."""
     from megatron_tlt.drafters.checkpoint import drafter_shape, load_drafter
     from megatron_tlt.drafters.registry import KINDS
-    from megatron_tlt.models.hf.loader import weight_reader
 
     shape = ModelConfig.from_hf(config.model.path)
     path = config.rollout.speculation.drafter_path
@@ -195,6 +191,14 @@ def _starting_drafter(config: Config) -> DrafterModel:
         model.load_state_dict(saved.weights)
     else:
         model.initialise(config.train.seed)
-        if config.model.megatron_path is None:
-            model.start_from_policy(weight_reader(config.model.path, shape))
+        model.start_from_policy(_policy_reader(config, shape))
     return model
+
+
+def _policy_reader(config: Config, shape: ModelConfig) -> Callable[[str], torch.Tensor]:
+    """Reads one of the weights that the policy starts from by its Hugging Face name."""
+    if config.model.megatron_path is None:
+        return weight_reader(config.model.path, shape)
+    from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+
+    return TorchDistReader(config.model.megatron_path).tensor_reader(shape)

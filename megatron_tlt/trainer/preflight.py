@@ -53,7 +53,7 @@ from megatron_tlt.trainer.token_checks import (
     tokenizer_problems,
     turn_problems,
 )
-from megatron_tlt.types import Prompt
+from megatron_tlt.types import BackendName, Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
@@ -187,7 +187,7 @@ def _problems_of_large_files(config: TrainingConfig, device: Device | None) -> l
         found += _hf_weight_problems("algorithm.teacher", rl.algorithm.teacher, teacher)
     path = rl.rollout.speculation.drafter_path
     if shape is not None and (path is None or Path(path).exists()):
-        found += _drafter_problems(rl.rollout.speculation, shape, config.model.path)
+        found += _drafter_problems(rl.rollout.speculation, shape, config.model.path, rl.rollout.backend)
     return found
 
 
@@ -286,13 +286,17 @@ def _adapter_problems(config: TrainingConfig, shape: ModelConfig) -> list[Config
     return peft_problems(lora, shape, shapes)
 
 
-def _drafter_problems(section: SpeculationSection, shape: ModelConfig, model: str | Path) -> list[ConfigProblem]:
-    """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one."""
+def _drafter_problems(
+    section: SpeculationSection, shape: ModelConfig, model: str | Path, backend: BackendName = "embedded"
+) -> list[ConfigProblem]:
+    """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one, or is of a form
+    that the rollout engine lacks.
+    """
     if section.trained is None:
         return []
     from megatron_tlt.drafters.checkpoint import drafter_problems  # here, for it needs torch
 
-    return drafter_problems(section, shape, model)
+    return drafter_problems(section, shape, model, backend)
 
 
 def input_problems(config: TrainingConfig) -> list[ConfigProblem]:

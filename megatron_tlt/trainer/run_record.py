@@ -14,7 +14,13 @@ from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.workers.user_code import code_digest, source_of
 
-_LEARNS_FROM = ("model", "data", "env", "rewards", "algorithm", "optimizer", "code")  # sections
+# Sections, and fields of others, that decide what a run learns.
+_LEARNS_FROM = (
+    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "train.prompts_per_step", "train.seed"),
+    *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
+    *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
+    *("actor.router_replay", "actor.lora"),
+)
 
 
 def write_config(config: TrainingConfig, directory: Path) -> list[str]:
@@ -29,7 +35,7 @@ def write_config(config: TrainingConfig, directory: Path) -> list[str]:
     named["code"] = _code(named)
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        changed = [f for s in _LEARNS_FROM if s in named and s in before for f in _changed(before[s], named[s], s)]
+        changed = [f for s in named if s in before for f in _changed(before[s], named[s], s) if _is_learned_from(f)]
     except (OSError, ValueError, TypeError):  # the first start, or no record of this program
         changed = []
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
@@ -54,6 +60,11 @@ def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
         for (its, mine), field in pairs.items()
         if not is_same_model(its, mine)
     ]
+
+
+def _is_learned_from(field: str) -> bool:
+    """Whether a field, or one that it is in, is of `_LEARNS_FROM`."""
+    return any(f"{field}.".startswith(f"{name}.") for name in _LEARNS_FROM)
 
 
 def _changed(before: Any, now: Any, field: str) -> list[str]:

@@ -22,6 +22,7 @@ from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.errors import CheckpointError, DataError
+from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
@@ -79,10 +80,12 @@ def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
 
 
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
-    """Digest of the training records, of what decides their order, and of the model that training starts from."""
-    sft, model = config.sft, config.model
+    """Digest of the training records, of what decides their order, and of the model and adapter at the start."""
+    sft, model, lora = config.sft, config.model, config.actor.lora
     start = model.megatron_path or policy_fingerprint(model.path)
     digest = hashlib.sha256(f"{start} {sft.seed} {sft.tokens_per_step}".encode())
+    if lora is not None and lora.adapter_path is not None:
+        digest.update((Path(lora.adapter_path) / ADAPTER_WEIGHTS).read_bytes())
     for sequence in sequences:
         digest.update(sequence.trajectory.token_ids.tobytes() + sequence.loss_mask.tobytes() + b"|")
     return digest.hexdigest()
@@ -123,7 +126,10 @@ class SftTrainer(Job):
         """Raises CheckpointError for a checkpoint of other training records."""
         if state is not None:
             if state.get("sft") != self._fingerprint:
-                changed = "other records, another order of them (sft.seed, sft.tokens_per_step) or another model"
+                changed = (
+                    "other records, another order of them (sft.seed, sft.tokens_per_step), another model or another "
+                    "actor.lora.adapter_path"
+                )
                 problem = f"the checkpoint of step {state['step']} is of {changed}"
                 raise CheckpointError(f"{problem}: restore them, or start anew with checkpoint.resume=never")
             self.done = state["step"]

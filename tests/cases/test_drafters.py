@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_tlt.cli.drafter import _load
+from megatron_tlt.cli.generate import _checked_tokenizer
+from megatron_tlt.cli.main import _parser
+from megatron_tlt.config.load import build_config
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafters.checkpoint import drafter_problems, drafter_warnings, load_drafter, save_drafter
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.drafters.checkpoint import drafter_problems, drafter_warnings, load_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config
-from megatron_tlt.drafters.export.drafter import export_drafter
+from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import EMBED, HEAD
 from megatron_tlt.models.hf.writer import save_hf
-from tests.helpers.tiny_drafters import DEEP, random_drafter
+from tests.helpers.chat_models import save_letters
+from tests.helpers.tiny_drafters import DEEP, published
 from tests.helpers.tiny_models import random_weights
 
 POLICY = DEEP["llama"]
@@ -32,18 +38,6 @@ SHAPES = {"eagle3": Eagle3Config.of(POLICY, (0, 2, 6), 40), "dspark": BlockConfi
 def model(tmp_path: Path) -> Path:
     save_hf(tmp_path / "model", POLICY, random_weights(POLICY, 0), dtype=torch.bfloat16)
     return tmp_path / "model"
-
-
-def published(tmp_path: Path, kind: str, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> Path:
-    """A drafter of `kind` as SGLang's users have it, its config.json and its tensors changed in place."""
-    save_drafter(tmp_path / "ours", SHAPES[kind], random_drafter(SHAPES[kind]))
-    out = tmp_path / f"published-{len([*tmp_path.iterdir()])}"
-    export_drafter(tmp_path / "ours", out, "sglang", torch.float32)
-    about, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    change(about, tensors)
-    (out / "config.json").write_text(json.dumps(about))
-    save_file(tensors, out / "model.safetensors")
-    return out
 
 
 def problems(kind: str, drafter: Path, model: Path, **more: Any) -> str:
@@ -64,15 +58,15 @@ def test_tables_of_its_own_are_refused_and_copies_of_the_policys_are_not(
     tmp_path: Path, model: Path, kind: str, name: str, table: str
 ) -> None:
     theirs = load_file(model / "model.safetensors")[table]
-    copy = published(tmp_path, kind, lambda _, tensors: tensors.update({name: theirs.half()}))
+    copy = published(tmp_path, SHAPES[kind], lambda _, tensors: tensors.update({name: theirs.half()}))
     assert problems(kind, copy, model) == ""
     section = SpeculationSection(drafter=kind, drafter_path=str(copy))
     assert not any("not checked" in text for text in drafter_warnings(section, POLICY))
-    own = published(tmp_path, kind, lambda _, tensors: tensors.update({name: theirs * 1.05}))
+    own = published(tmp_path, SHAPES[kind], lambda _, tensors: tensors.update({name: theirs * 1.05}))
     said = problems(kind, own, model)
     assert f"{name.removeprefix('model.')} is not the {table} of {model}" in said and "allow_other_policy" in said
     assert problems(kind, own, model, allow_other_policy=True) == ""
-    wide = published(tmp_path, kind, lambda _, tensors: tensors.update({name: theirs[:-1]}))
+    wide = published(tmp_path, SHAPES[kind], lambda _, tensors: tensors.update({name: theirs[:-1]}))
     assert "has shape" in problems(kind, wide, model)
 
 
@@ -81,7 +75,7 @@ def test_layer_ids_that_are_not_named_are_the_engines_default_with_a_warning(tmp
     def change(about: dict[str, Any], _: dict[str, Tensor]) -> None:
         about["eagle_config"] = {"use_aux_hidden_state": True} | ({} if ids == "absent" else {IDS: ids})
 
-    out = published(tmp_path, "eagle3", change)
+    out = published(tmp_path, SHAPES["eagle3"], change)
     section = SpeculationSection(drafter="eagle3", drafter_path=str(out))
     assert load_drafter(out, POLICY, section).config.aux_layers == (1, 3, 4)  # 1, L/2 - 1, L - 4
     assert f"has no {IDS}: the outputs of layers [1, 3, 4]" in drafter_warnings(section, POLICY)[0]
@@ -105,6 +99,12 @@ EAGLE3_ENTRIES = [
     ({"eagle_config": "llama"}, "eagle_config = 'llama' must be an object"),
     ({"eagle_config": {"next_layer_regular": False}}, "next_layer_regular = False"),
     ({"logits_scaling": 8.0}, "logits_scaling = 8.0: is not computed here"),
+    ({"eagle_config": {"norm_before_fc": True}}, "with norm_before_fc = True is of a form"),
+    ({"fc_norm": True}, "with fc_norm = True is of a form"),
+    ({"attention_bias": True}, "with attention_bias = True is of a form"),
+    ({"target_hidden_size": 96}, r"hidden size is \[64, 96\]"),
+    ({"draft_vocab_size": 41}, "lm_head.weight has shape"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_parameters": None}, "rope_type"),
 ]
 BLOCK_ENTRIES = [
     ({"target_layer_ids": "0,2,6"}, "target_layer_ids = '0,2,6' must be a list of integers"),
@@ -130,7 +130,7 @@ BLOCK_ENTRIES = [
 def test_entries_that_are_wrong_or_not_known_are_refused_by_name(
     tmp_path: Path, kind: str, entries: dict[str, Any], says: str
 ) -> None:
-    out = published(tmp_path, kind, lambda about, _: about.update(entries))
+    out = published(tmp_path, SHAPES[kind], lambda about, _: about.update(entries))
     with pytest.raises(CheckpointError, match=says):
         load_drafter(out, POLICY, SpeculationSection(drafter=kind))
 
@@ -152,8 +152,8 @@ _HEADS = {"markov_head_type": "vanilla", "projector_type": "dspark", "confidence
 )
 def test_entries_of_other_programs_files_change_nothing(tmp_path: Path, kind: str, entries: dict[str, Any]) -> None:
     section = SpeculationSection(drafter=kind)
-    plain = load_drafter(published(tmp_path, kind, lambda *_: None), POLICY, section)
-    other = load_drafter(published(tmp_path, kind, lambda about, _: about.update(entries)), POLICY, section)
+    plain = load_drafter(published(tmp_path, SHAPES[kind], lambda *_: None), POLICY, section)
+    other = load_drafter(published(tmp_path, SHAPES[kind], lambda about, _: about.update(entries)), POLICY, section)
     assert other.config == plain.config
 
 
@@ -164,10 +164,43 @@ def test_quantized_tensors_are_refused_by_type(tmp_path: Path, kind: str, dtype:
         tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
 
     with pytest.raises(CheckpointError, match=f"must be fp32, fp16 or bf16: fc.weight is {dtype}"):
-        load_drafter(published(tmp_path, kind, change), POLICY, SpeculationSection(drafter=kind))
+        load_drafter(published(tmp_path, SHAPES[kind], change), POLICY, SpeculationSection(drafter=kind))
 
 
 def test_a_confidence_head_is_named_as_not_read(tmp_path: Path) -> None:
-    out = published(tmp_path, "dspark", lambda _, t: t.update({"confidence_head.proj.weight": torch.ones(1, 64)}))
+    head = {"confidence_head.proj.weight": torch.ones(1, 64)}
+    out = published(tmp_path, SHAPES["dspark"], lambda _, tensors: tensors.update(head))
     section = SpeculationSection(drafter="dspark", drafter_path=str(out))
     assert "its confidence head is not read" in drafter_warnings(section, POLICY)[0]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(("own", "written"), [(16, POLICY.max_position_embeddings), (4096, 4096)])
+def test_a_drafter_of_short_sequences_drafts_as_far_as_the_policy_goes(
+    tmp_path: Path, kind: str, own: int, written: int
+) -> None:
+    """vLLM drafts nothing behind the drafter's max_position_embeddings."""
+    out = published(tmp_path, SHAPES[kind], lambda about, _: about.update(max_position_embeddings=own))
+    drafter = load_drafter(out, POLICY, SpeculationSection(drafter=kind))
+    files = KINDS[kind].vllm_files(drafter.config, drafter.weights, torch.float32)
+    assert files.json["config.json"]["max_position_embeddings"] == written
+
+
+@pytest.mark.parametrize("command", ["drafter eval --drafter", "generate"])
+def test_a_guess_is_logged_once_by_commands_without_check(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
+    save_letters(model)
+    out = published(tmp_path, SHAPES["eagle3"], lambda about, _: about.pop("eagle_config"))
+    section, world = SpeculationSection(drafter="eagle3", drafter_path=str(out)), SingleProcess()
+    if command == "generate":
+        (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
+        arguments = ["generate", "--model", str(model), "--prompts", str(prompts), "--out", str(tmp_path / "o")]
+        field = "rollout.speculation.drafter_path"
+        _checked_tokenizer(_parser().parse_args(arguments), RolloutSection(speculation=section), None, world)
+    else:
+        field = "--drafter"
+        config = build_config({"model": {"path": str(model)}}, (), Config)
+        _load(out, config, section.model_copy(update={"drafter_path": None}), world, may_be_other=True)
+    (said,) = [text for text in caplog.messages if IDS in text]
+    assert said.startswith(f"{field} = {out}: has no {IDS}: the outputs of layers [1, 3, 4]")

@@ -1,18 +1,25 @@
-"""Random drafters, responses with hidden states, and online trainers for tests of trained drafters."""
+"""Random drafters, also as others publish them, responses with hidden states, and online trainers."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.drafters.base import Format
+from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
+from megatron_tlt.drafters.export.drafter import export_files, write_export
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.training.batching import DraftSequence
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
@@ -42,6 +49,30 @@ def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[s
         known = torch.zeros(made.policy.vocab_size, dtype=torch.bool)
         known[ids] = True
         out |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    return out
+
+
+def export_drafter(directory: Path, out: Path, form: Format, dtype: torch.dtype = torch.bfloat16) -> None:
+    """What tools/export_drafter.py does."""
+    write_export(export_files(directory, out, form, dtype), out)
+
+
+def published(
+    folder: Path,
+    config: DrafterConfig,
+    change: Callable[[dict[str, Any], dict[str, Tensor]], None] = lambda *_: None,
+    engine: Format = "sglang",
+) -> Path:
+    """A random drafter as users of `engine` have it, in a new directory of `folder`. `change` alters the contents of
+    its config.json and its tensors in place.
+    """
+    save_drafter(folder / "ours", config, random_drafter(config))
+    out = folder / f"published-{len([*folder.iterdir()])}"
+    export_drafter(folder / "ours", out, engine, torch.float32)
+    about, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    change(about, tensors)
+    (out / "config.json").write_text(json.dumps(about))
+    save_file(tensors, out / "model.safetensors")
     return out
 
 

@@ -20,7 +20,6 @@ from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
@@ -30,6 +29,7 @@ from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine
 from tests.helpers.mpi import ROOT
+from tests.helpers.tiny_drafters import export_drafter
 from tests.helpers.tiny_models import random_weights
 from tests.helpers.vllm_engines import NEEDS_VLLM
 

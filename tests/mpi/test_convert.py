@@ -161,7 +161,7 @@ def test_adapters_are_exported_merged_and_as_peft_reads_them(
     again = lora.model_copy(update={"adapter_path": str(tmp_path / "adapter")})
     assert not peft_problems(again, config, shapes)
     other = again.model_copy(update={"alpha": 3.0})
-    assert "lora_alpha in adapter_config.json must be 3.0, not 8" in str(peft_problems(other, config, shapes)[0])
+    assert "actor.lora.alpha = 3.0: must be 8, lora_alpha of" in str(peft_problems(other, config, shapes)[0])
     with pytest.raises(CheckpointError, match=r"lora is 'rank 4, alpha 8, .*', not 'rank 4, alpha 3"):
         write_run(*given, tmp_path / "other", "fp32", lora=other)
     save_hf(tmp_path / "tuned", config, ((name, 2 * tensor) for name, tensor in iter_weights(section.path)))

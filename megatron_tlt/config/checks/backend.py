@@ -47,10 +47,6 @@ def _check_drafting(config: Config) -> Problems:
     if can.drafters is not None and section.drafter not in can.drafters:
         allowed = f"must be {', '.join(map(repr, can.drafters))} with {name}"
         yield ConfigProblem(f"{at}.drafter", section.drafter, allowed)
-    elif section.trained and (engines := section.trained.engines) and backend not in engines:
-        form = f"a form of {section.drafter} that {backend} lacks"
-        allowed = f"must be {' or '.join(map(repr, engines))} with the drafter in {section.drafter_path}, {form}"
-        yield ConfigProblem("rollout.backend", backend, allowed)
     chosen = section.drafter != "none" and "selector" in section.model_fields_set
     if chosen and not can.selectors:
         allowed = f"cannot be had with {name}, whose draft length is the same for all steps"

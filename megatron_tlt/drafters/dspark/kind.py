@@ -30,7 +30,7 @@ from megatron_tlt.drafters.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafters.dspark.model import BlockModel
 from megatron_tlt.drafters.dspark.public import FORM
 from megatron_tlt.drafters.loss import LossInputs
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.decoders.base import Decoder
 from megatron_tlt.models.decoders.factory import candidates_of
 from megatron_tlt.models.hf.config import ModelConfig
@@ -81,11 +81,22 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
             slots = model.fill(given.embed, given.batch, layout, chosen)
         return block_loss(model, slots, chosen, layout, given)
 
+    def engine_problem(self, config: BlockConfig, engine: Format) -> str | None:
+        if engine == "trtllm":
+            return "TensorRT-LLM has no drafter of kind dspark for dense policies"
+        if not config.layer.qk_norm or config.layer.qkv_bias:
+            return f"{ENGINES[engine]} runs block drafters with layers of Qwen3's form only"
+        if config.reduced and not config.markov_rank:
+            return f"{ENGINES[engine]} would draft tokens outside the vocabulary of {config.draft_vocab_size}"
+        if config.sample_from_anchor and not config.markov_rank:
+            return f"{ENGINES[engine]} has no block drafter without a Markov head that drafts from the anchor"
+        return None
+
     def engine_files(
         self, config: BlockConfig, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
     ) -> ExportFiles:
         """DeepSpec's form; z-lab's of a drafter without Markov head."""
-        _check_engine(config, engine)
+        self.require_engine(config, engine)
         named = cast_tensors(self.engine_tensors(config, weights), dtype)
         about = _config(config, str(dtype).removeprefix("torch."))
         return ExportFiles({"model.safetensors": named}, {"config.json": about})
@@ -122,14 +133,16 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
         rows += f"| drafts | {config.num_drafted} tokens at once, {config.block_layers} layers |\n"
         return rows + f"| vocabulary | {config.draft_vocab_size} of the policy's {config.policy.vocab_size} tokens |\n"
 
+    def rollout_problem(self, config: BlockConfig, engine: Format) -> str | None:
+        if engine == "vllm" and (config.selector_rank or config.windows):
+            return "vLLM's first model runner has no DFlash 2 and no sliding windows"
+        return self.engine_problem(config, engine)
+
     def vllm_method(self, config: BlockConfig) -> str:
         return "dflash"
 
     def vllm_files(self, config: BlockConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ExportFiles:
         """For the plugin's class (`backends/vllm/plugin/block_drafter.py`)."""
-        if config.selector_rank or config.windows:
-            allowed = "vLLM's first model runner has no DFlash 2 and no sliding windows: use the embedded engine"
-            raise ConfigError.of("rollout.backend", "vllm", allowed)
         files = self.engine_files(config, weights, "vllm", dtype)
         read = {"target_layer_ids": list(config.aux_layers), "mask_token_id": config.mask_token_id}
         more = {"architectures": ["DFlashBlockForCausalLM"], "dflash_config": read}
@@ -162,27 +175,11 @@ def _layer_entries(config: BlockConfig) -> dict[str, Any]:
     return out
 
 
-def _check_engine(config: BlockConfig, engine: Format) -> None:
-    """Raises ConfigError where the engine has no model that computes what the drafter computes."""
-    if engine == "trtllm":
-        allowed = "TensorRT-LLM has no drafter of kind dspark for dense policies: use --format vllm, sglang or hf"
-        raise ConfigError.of("format", engine, allowed)
-    if not config.layer.qk_norm or config.layer.qkv_bias:
-        form = f"{ENGINES[engine]} runs block drafters with layers of Qwen3's form only: use --format hf"
-        raise ConfigError.of("format", engine, form)
-    if config.reduced and not config.markov_rank:
-        allowed = f"{ENGINES[engine]} would draft tokens outside the vocabulary of {config.draft_vocab_size}: use hf"
-        raise ConfigError.of("format", engine, allowed)
-    if config.sample_from_anchor and not config.markov_rank:
-        allowed = f"{ENGINES[engine]} has no block drafter without a Markov head that drafts from the anchor: use hf"
-        raise ConfigError.of("format", engine, allowed)
-
-
 def _config(config: BlockConfig, dtype: str) -> dict[str, Any]:
     """config.json."""
     policy, rank = config.policy, {"markov_rank": config.markov_rank + config.reduced}
     out = (
-        config.layer.to_hf(dtype)
+        config.served_layer(dtype)
         | _layer_entries(config)
         | {
             "vocab_size": policy.vocab_size,

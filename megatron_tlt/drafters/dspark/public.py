@@ -45,9 +45,8 @@ _COMPUTED |= {"projector_type": ("dflash", "dflash2", "dspark"), "attention_mode
 _READ = {"block_size", "markov_rank", "mask_token_id", "sample_from_anchor", "shift_label", "selector_rank"}
 _READ |= {"target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config", "layer_types", "sliding_window"}
 _READ |= {"sliding_window_non_causal", "use_sliding_window", "max_window_layers", "dspark_bonus_anchor"}
-_READ |= {"num_target_layers"}
-# About training, and the confidence head.
-_READ |= {"num_anchors", "max_anchors"}
+# About the policy, training, and the confidence head.
+_READ |= {"num_target_layers", "num_anchors", "max_anchors"}
 _READ |= {"enable_confidence_head", "use_confidence_head", "confidence_head_with_markov", "confidence_head_alpha"}
 
 

@@ -31,13 +31,11 @@ from megatron_tlt.drafters.eagle.model import EagleModel, PairModel
 from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
 from megatron_tlt.drafters.loss import LossInputs
-from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.base import Decoder
 from megatron_tlt.models.decoders.factory import candidates_of
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
-
-_INSTEAD = "train a drafter of kind eagle3, which every format takes, or use --format"
 
 
 class PairKind(DrafterKind[ConfigT, PairModel]):
@@ -91,15 +89,30 @@ class EagleKind(PairKind[EagleConfig]):
         method = "`method` must be given, as vLLM otherwise guesses it from the directory's name."
         return f"{shared}: run with pipeline parallel size 1. {method} "
 
+    def engine_problem(self, config: EagleConfig, engine: Format) -> str | None:
+        policy = config.policy
+        if engine == "trtllm":
+            return "TensorRT-LLM's PyTorch backend runs EAGLE-3 drafters only, and this one is of kind eagle (EAGLE-1)"
+        if policy.qk_norm:
+            normed = f"as that of a {policy.family} policy does"
+            return f"{ENGINES[engine]} has no EAGLE-1 drafter whose attention normalises queries and keys, {normed}"
+        if engine == "sglang" and policy.qkv_bias and policy.head_dim * policy.num_heads != policy.hidden_size:
+            wanted = f"hidden_size / heads = {policy.hidden_size / policy.num_heads:g}"
+            return f"SGLang's Qwen2 computes head_dim as {wanted}, and this policy's is {policy.head_dim}"
+        return None
+
     def engine_files(
         self, config: EagleConfig, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
     ) -> ExportFiles:
         policy, named = config.policy, self.engine_tensors(config, weights)
-        _check_engine(policy, engine)
+        self.require_engine(config, engine)
         if engine == "sglang":  # its fc always has a bias, and one that the file lacks stays random
             named["fc.bias"] = torch.zeros(policy.hidden_size)
         about = _config(policy, engine, str(dtype).removeprefix("torch."))
         return ExportFiles({"model.safetensors": cast_tensors(named, dtype)}, {"config.json": about})
+
+    def rollout_problem(self, config: EagleConfig, engine: Format) -> str | None:
+        return None if engine == "vllm" else self.engine_problem(config, engine)
 
     def vllm_files(self, config: EagleConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ExportFiles:
         """With normalised queries and keys for the plugin's class (`backends/vllm/plugin/eagle_qwen3.py`)."""
@@ -115,27 +128,6 @@ class EagleKind(PairKind[EagleConfig]):
 
 
 KIND = EagleKind()
-
-
-def _check_engine(policy: ModelConfig, engine: Format) -> None:
-    """Raises ConfigError where the engine has no model that computes what a drafter of kind eagle computes."""
-    if engine == "trtllm":
-        raise ConfigError.of(
-            "format",
-            engine,
-            "TensorRT-LLM's PyTorch backend runs EAGLE-3 drafters only, and this one is of kind eagle (EAGLE-1): "
-            f"{_INSTEAD} sglang, vllm (Llama and Qwen2 policies) or hf",
-        )
-    if policy.qk_norm:
-        raise ConfigError.of(
-            "format",
-            engine,
-            f"{ENGINES[engine]} has no EAGLE-1 drafter whose attention normalises queries and keys, as that of a "
-            f"{policy.family} policy does: {_INSTEAD} hf",
-        )
-    if engine == "sglang" and policy.qkv_bias and policy.head_dim * policy.num_heads != policy.hidden_size:
-        wanted = f"SGLang's Qwen2 computes it as hidden_size / heads = {policy.hidden_size / policy.num_heads:g}"
-        raise ConfigError.of("head_dim", policy.head_dim, f"{wanted}: {_INSTEAD} vllm or hf")
 
 
 def _config(policy: ModelConfig, engine: Format, dtype: str) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.speculation import SpeculationSection
-from megatron_tlt.drafters.base import ExportFiles, Format, cast_tensors
+from megatron_tlt.drafters.base import ENGINES, ExportFiles, Format, cast_tensors
 from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.eagle.kind import PairKind
 from megatron_tlt.drafters.eagle.model import PairModel
 from megatron_tlt.drafters.eagle3.model import Eagle3Model
 from megatron_tlt.drafters.eagle3.public import FORM
-from megatron_tlt.errors import CheckpointError, ConfigError
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
 
 
@@ -53,9 +53,14 @@ class Eagle3Kind(PairKind[Eagle3Config]):
         layer = None if own is None else ModelConfig.from_hf(own)
         return Eagle3Config.of(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
 
+    def engine_problem(self, config: Eagle3Config, engine: Format) -> str | None:
+        is_known = engine == "vllm" or not config.norm_before_residual
+        return None if is_known else f"{ENGINES[engine]} has no EAGLE-3 drafter with norm_before_residual"
+
     def engine_files(
         self, config: Eagle3Config, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype
     ) -> ExportFiles:
+        self.require_engine(config, engine)
         json = {"config.json": _config(config, engine, str(dtype).removeprefix("torch."))}
         if engine == "trtllm":
             json["speculative.json"] = {"eagle3_layers_to_capture": list(config.aux_layers)}
@@ -73,11 +78,8 @@ KIND = Eagle3Kind()
 def _config(config: Eagle3Config, engine: Format, dtype: str) -> dict[str, Any]:
     """config.json: a Llama of one layer, whatever the policy is."""
     normed = {"norm_before_residual": True} if config.norm_before_residual else {}
-    if normed and engine != "vllm":
-        instead = "only vLLM has that form: use --format vllm, or train a drafter of ours"
-        raise ConfigError.of("norm_before_residual", True, instead)
     out = (
-        config.layer.to_hf(dtype)
+        config.served_layer(dtype)
         | normed
         | {
             "architectures": ["LlamaForCausalLMEagle3"],

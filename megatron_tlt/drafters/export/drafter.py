@@ -22,21 +22,6 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError
 
 
-def export_drafter(
-    directory: str | Path,
-    out: str | Path,
-    form: Format,
-    dtype: torch.dtype = torch.bfloat16,
-) -> ExportFiles:
-    """Reads the drafter directory, writes the export to `out` and returns what was written.
-
-    Raises what `export_files` raises, and CheckpointError if `out` cannot be written.
-    """
-    files = export_files(directory, out, form, dtype)
-    write_export(files, Path(out))
-    return files
-
-
 def write_export(files: ExportFiles, out: Path) -> None:
     """Raises CheckpointError if `out` cannot be written."""
     write_directory(out, files.tensors, {**files.json, "README.md": files.card})

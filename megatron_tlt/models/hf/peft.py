@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_tlt.config.actor import LoraSection
+from megatron_tlt.config.actor import LORA_TARGETS, MLP_TARGETS, LoraSection
 from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
 from megatron_tlt.models.hf.config import ModelConfig
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
+_FACTOR = re.compile(r"\.(\w+)\.lora_[AB]\.weight$")
 _HUB_CACHE = re.compile(r".*models--[^/]+--([^/]+)/snapshots/[^/]+$")
 _PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False}
 _PLAIN |= {"fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None}
@@ -81,10 +82,13 @@ def adapter_config(
 
 
 def peft_problems(lora: LoraSection, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[ConfigProblem]:
-    """Why a run cannot start from `lora.adapter_path`; `shapes`: of the factors that it needs. Reads no tensor."""
+    """Why a run cannot start from `lora.adapter_path`; `shapes`: of the factors that it needs. Reads no tensor.
+
+    Names and shapes are compared where rank, alpha and targets are those of the file.
+    """
     if lora.adapter_path is None:
         return []
-    directory = Path(lora.adapter_path)
+    directory, settings = Path(lora.adapter_path), []
     try:
         said = read_object(directory / ADAPTER_CONFIG)
         with safe_open(str(directory / ADAPTER_WEIGHTS), framework="np") as tensors:
@@ -94,24 +98,48 @@ def peft_problems(lora: LoraSection, config: ModelConfig, shapes: Mapping[str, t
         pickled = f" ({_PICKLED} is not read: save it with PEFT as {ADAPTER_WEIGHTS})"
         problems = [f"must be a PEFT directory: {error}{pickled if (directory / _PICKLED).exists() else ''}"]
     else:
+        settings, problems = list(_setting_problems(lora, directory, config, said, found)), _field_problems(said)
         needed = {
             stored: shape if len(every) == 1 else shape[1:]
             for name, shape in shapes.items()
             for every in (stored_factors(config, name),)
             for stored in every
         }
-        problems = _field_problems(said, {"r": lora.rank, "lora_alpha": lora.alpha})
-        problems += _factor_problems(needed, found)
-        modules = sorted({name.removeprefix(_PREFIX).rsplit(".", 2)[0] for name in needed})
-        if idle := [module for module in modules if not _is_target(module, said)]:
-            problems.append(f"target_modules or exclude_modules in {ADAPTER_CONFIG} leave out {shortened(idle)}")
-    return [ConfigProblem("actor.lora.adapter_path", lora.adapter_path, problem) for problem in problems]
+        problems += [] if settings else _factor_problems(needed, found, said)
+    return [*settings, *(ConfigProblem("actor.lora.adapter_path", lora.adapter_path, text) for text in problems)]
+
+
+def _setting_problems(
+    lora: LoraSection, directory: Path, config: ModelConfig, said: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[ConfigProblem]:
+    """Settings that are not those of the adapter in `directory`, whose factors have these `names`."""
+    for field, own, key in (("rank", lora.rank, "r"), ("alpha", lora.alpha, "lora_alpha")):
+        if (there := _number(said, key)) not in (None, own):
+            yield ConfigProblem(f"actor.lora.{field}", own, f"must be {there}, {key} of {directory / ADAPTER_CONFIG}")
+    matrices = {found[1] for name in names if (found := _FACTOR.search(name))}
+    targets = [target for target in LORA_TARGETS if _matrices(config, target) & matrices]
+    if targets and set(targets) != set(lora.targets):
+        allowed = f"must be [{', '.join(targets)}], the matrices in {directory / ADAPTER_WEIGHTS}"
+        yield ConfigProblem("actor.lora.targets", list(lora.targets), allowed)
+
+
+def _matrices(config: ModelConfig, target: str) -> set[str]:
+    """The names that a target has in files: its own, and that of an expert's matrix."""
+    of_experts = {f"model.layers.{layer}.mlp.experts.{target}.lora_A.weight" for layer in config.moe_layers[:1]}
+    stored = [name for factor in of_experts if target in MLP_TARGETS for name in stored_factors(config, factor)]
+    return {target, *(name.rsplit(".", 3)[1] for name in stored)}
+
+
+def _number(said: Mapping[str, Any], key: str) -> float | None:
+    """r or lora_alpha of adapter_config.json; None for what is no number above 0."""
+    value = said.get(key, _PEFT_DEFAULTS[key])
+    return value if type(value) in (int, float) and value > 0 else None
 
 
 def _factor_problems(
-    needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[str, tuple[int, ...]]]
+    needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[str, tuple[int, ...]]], said: Mapping[str, Any]
 ) -> Iterator[str]:
-    """How the factors of a file, name -> type and shape, differ from those that are needed."""
+    """How the factors of a file, name -> type and shape, differ from those that are needed and that PEFT applies."""
     if missing := sorted(needed.keys() - found.keys()):
         yield f"missing: {shortened(missing)}"
     if extra := sorted(found.keys() - needed.keys()):
@@ -120,6 +148,9 @@ def _factor_problems(
         yield f"other shapes: {shortened(sorted(other))}"
     if quantized := [f"{name} as {dtype}" for name, (dtype, _) in found.items() if dtype not in FLOATS]:
         yield f"stored in types other than {', '.join(FLOATS)}: {shortened(quantized)}"
+    modules = sorted({name.removeprefix(_PREFIX).rsplit(".", 2)[0] for name in needed})
+    if idle := [module for module in modules if not _is_target(module, said)]:
+        yield f"target_modules or exclude_modules in {ADAPTER_CONFIG} leave out {shortened(idle)}"
 
 
 def adapter_warning(lora: LoraSection | None, model: str) -> str | None:
@@ -143,13 +174,10 @@ def is_same_model(base: str, model: str) -> bool:
     return words[0].lower() == words[1].lower()
 
 
-def _field_problems(said: Mapping[str, Any], wanted: Mapping[str, float]) -> list[str]:
-    """Fields of adapter_config.json that say another rank or scale, or another function than W + s B A."""
-    problems = []
-    for name, value in wanted.items():
-        there = said.get(name, _PEFT_DEFAULTS[name])
-        if type(there) not in (int, float) or there != value:
-            problems.append(f"{name} in {ADAPTER_CONFIG} must be {value!r}, not {there!r}")
+def _field_problems(said: Mapping[str, Any]) -> list[str]:
+    """Fields of adapter_config.json that say no rank or scale, or another function than W + s B A."""
+    wrong = [name for name in _PEFT_DEFAULTS if _number(said, name) is None]
+    problems = [f"{name} in {ADAPTER_CONFIG} must be a number above 0, not {said[name]!r}" for name in wrong]
     for name, value in {"peft_type": None, **said}.items():
         allowed = _ALLOWED.get(name, ())
         if allowed is None or (name not in _ALLOWED and (value is False or value is None or value in ({}, [], ""))):

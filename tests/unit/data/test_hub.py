@@ -15,9 +15,10 @@ import pytest
 import torch.distributed as dist
 from huggingface_hub import constants
 
-from megatron_tlt.cli import drafter, evaluate
+from megatron_tlt.cli import drafter, evaluate, generate
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
@@ -137,11 +138,24 @@ def test_only_the_files_that_are_read_are_fetched_and_only_once(hub: Hub, settin
 def test_commands_that_read_no_weights_fetch_none(hub: Hub, settings: list[str]) -> None:
     on_this_machine(configured([*settings, "rollout.speculation.drafter_path=no/drafter"]), ALONE, weights=False)
     assert hub.fetched("/tokenizer.json") and not hub.fetched("safetensors") and not hub.fetched("jsonl")
-    fetch_argument("--config", Path("a/policy"), ALONE, weights=False)
+    fetch_argument("--config", Path("a/policy"), ALONE, "companions")
     assert not hub.fetched("safetensors")
     on_this_machine(configured([*settings, "actor.lora.rank=8"]), ALONE, weights=False)
     assert hub.fetched("safetensors") and not hub.fetched("jsonl"), "adapters are merged into their base"
     assert (fetch_argument("--hf", Path("a/policy"), ALONE) / "model.safetensors").is_file()
+
+
+DRAFTER = {"config.json": b"{}", "README.md": b"1", "mask_embedding.pt": b"2", "pytorch_model.bin": b"3"}
+
+
+@pytest.mark.parametrize("more", [{}, {"model.safetensors": b"4"}, {"other/model.safetensors": b"4"}])
+def test_a_drafter_comes_with_its_mask_and_with_a_pickle_where_there_is_nothing_else(
+    hub: Hub, more: dict[str, bytes]
+) -> None:
+    hub.repositories["models/a/drafter"] = Repository(DRAFTER | more)
+    folder = fetch_argument("--drafter", Path("a/drafter"), ALONE, "drafter")
+    weights = "model.safetensors" if "model.safetensors" in more else "pytorch_model.bin"
+    assert {path.name for path in folder.iterdir()} == {"config.json", "mask_embedding.pt", weights}
 
 
 @pytest.mark.parametrize("silent", ["/api/", "/resolve/"])
@@ -240,18 +254,29 @@ def test_evaluations_measure_the_models_that_are_named_on_the_rows_of_the_run(
     assert (config.data.train, config.data.eval) == (local.data.train, local.data.eval)
 
 
+def test_a_drafter_of_generate_may_be_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repositories["models/a/drafter"] = Repository(DRAFTER)
+    used: list[RolloutSection] = []
+    monkeypatch.setattr(SingleProcess, "enter", lambda *_: None, raising=False)
+    monkeypatch.setattr(generate, "run_on_every_rank", lambda section, threads, start: start(ALONE) or 0)
+    monkeypatch.setattr(generate, "_checked_tokenizer", lambda args, engine, *_: used.append(engine))
+    command = ["generate", "--model", "a/policy", "--prompts", str(tmp_path / "none"), "--out", str(tmp_path / "o")]
+    assert main([*command, "rollout.speculation={drafter: eagle3, drafter_path: a/drafter}"]) == 2
+    assert (Path(str(used[0].speculation.drafter_path)) / "pytorch_model.bin").is_file()
+
+
 @pytest.mark.parametrize("action", ["train", "eval"])
 def test_a_drafter_of_the_command_line_may_be_a_name(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
-    hub.repositories["models/a/drafter"] = Repository({"config.json": b"{ }"})
+    hub.repositories["models/a/drafter"] = Repository(DRAFTER)
     read: list[Path] = []
     monkeypatch.setattr(drafter, "run_on_every_rank", lambda section, threads, start: start(ALONE) or 0)
     monkeypatch.setattr(drafter, f"_{action}", lambda config, world, args: read.append(args.drafter))
     command = ["drafter", action, str(ROOT / "configs/quickstart.yaml"), "--out", str(tmp_path / "out")]
     assert main([*command, "--drafter", "a/drafter"]) == 0
     assert [path.name for path in read] == [hub.repositories["models/a/drafter"].commit]
-    assert (read[0] / "config.json").read_bytes() == b"{ }"
+    assert (read[0] / "pytorch_model.bin").is_file()
 
 
 def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, tmp_path: Path) -> None:

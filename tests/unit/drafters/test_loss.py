@@ -59,7 +59,7 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(
                 if base + step <= s.length - 2:  # token base + step + 1 exists
                     state = s.hidden[base + step, -64:]
                     p = torch.softmax(head @ state / t, 0)[ids]
-                    log_q = (model.full_logits(output[row], head)[ids] / t).log_softmax(0)
+                    log_q = (model.logits(output[row], head) / t).log_softmax(0)
                     p = p / p.sum()
                     is_known = int(s.token_ids[base + step + 1]) in ids.tolist()
                     unknown += not is_known

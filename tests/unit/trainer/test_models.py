@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.config.load import build_config
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer import models
+from tests.helpers.tiny_drafters import DEEP
+from tests.helpers.tiny_models import random_weights
 
 
 def test_collectives_of_an_engine_have_the_configured_timeout(monkeypatch):
@@ -19,6 +25,18 @@ def test_collectives_of_an_engine_have_the_configured_timeout(monkeypatch):
     assert models.tensor_parallel(SimpleNamespace(rank=2, size=4, timeout_s=7.5), 2) == [2, 3]
     limit = {"timeout": timedelta(seconds=7.5)}
     assert made == [([0, 1], limit), ([2, 3], limit)]
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "eagle3", "dspark"])
+def test_a_new_drafter_starts_from_the_policy_of_a_megatron_checkpoint(tmp_path, drafter):
+    save_hf(tmp_path / "hf", DEEP["qwen2"], random_weights(DEEP["qwen2"]))
+    MegatronConversion.plan(tmp_path / "hf", None).write(tmp_path / "mg", SingleProcess())
+    (tmp_path / "bare").mkdir()
+    shutil.copy(tmp_path / "hf/config.json", tmp_path / "bare")
+    sources = {"path": str(tmp_path / "hf")}, {"path": str(tmp_path / "bare"), "megatron_path": str(tmp_path / "mg")}
+    trees = [{"model": model, "rollout": {"speculation": {"drafter": drafter}}} for model in sources]
+    wanted, found = (models._starting_drafter(build_config(tree)).state_dict() for tree in trees)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -14,7 +14,8 @@ from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.checkpoint import save_drafter
-from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.dspark.config import BlockConfig
+from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
@@ -29,7 +30,7 @@ from megatron_tlt.trainer.preflight import (
 )
 from tests.helpers.chat_models import remove_tokenizer, save_letters
 from tests.helpers.mpi import ROOT
-from tests.helpers.tiny_drafters import random_drafter
+from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
@@ -219,6 +220,35 @@ def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
     (tmp_path / "drafter" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"drafter_path.*config\.json cannot be read"):
         check_report(config, 1)
+
+
+BLOCKS = BlockConfig.fresh(DEEP["llama"], (0, 2, 6))
+NORMED = Eagle3Config.of(DEEP["llama"], (0, 2, 6), norm_before_residual=True)
+DFLASH2 = replace(BLOCKS, sample_from_anchor=False, markov_rank=0, selector_rank=12)
+
+
+@pytest.mark.parametrize(
+    ("backend", "drafter", "says"),
+    [
+        ("trtllm", NORMED, "TensorRT-LLM has no EAGLE-3 drafter with norm_before_residual"),
+        ("vllm", replace(BLOCKS, layer=DEEP["llama"]), "vLLM runs block drafters with layers of Qwen3's form only"),
+        ("vllm", DFLASH2, "vLLM's first model runner has no DFlash 2 and no sliding windows"),
+        ("vllm", replace(BLOCKS, windows=(9, 0)), "vLLM's first model runner has no DFlash 2 and no sliding windows"),
+        ("vllm", NORMED, None),
+        ("vllm", BLOCKS, None),
+        ("embedded", DFLASH2, None),
+    ],
+)
+def test_a_form_of_drafter_that_the_engine_lacks_is_found_before_a_run(tmp_path, backend, drafter, says):
+    save_hf(tmp_path / "model", DEEP["llama"], random_weights(DEEP["llama"]))
+    save_drafter(tmp_path / "drafter", drafter, random_drafter(drafter))
+    speculation = {"drafter": drafter.kind, "drafter_path": str(tmp_path / "drafter"), "allow_other_policy": True}
+    rollout = {"backend": backend, "speculation": speculation}
+    with pytest.raises(ConfigError) as caught:  # the model has no tokenizer
+        check_report(make(model={"path": str(tmp_path / "model")}, rollout=rollout), 1)
+    found = [problem.allowed for problem in caught.value.problems if problem.path.endswith("drafter_path")]
+    instead = f": rollout.backend must be 'embedded' with it, not {backend!r}"
+    assert found == ([] if says is None else [says + instead])
 
 
 def test_a_model_without_a_tokenizer_is_found_before_a_run(tmp_path):

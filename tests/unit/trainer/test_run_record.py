@@ -17,12 +17,24 @@ def start(run_dir: Path, *overrides: str) -> list[str]:
     return sorted(write_config(config, run_dir))
 
 
+# Learned from, and three of speed alone.
+OTHERS = ["rollout.temperature=0.5", "rollout.max_tokens=9", "rollout.carry_over=8", "actor.lora.rank=4"]
+OTHERS += ["actor.router_replay=rollout", "train.seed=3", "train.prompts_per_step=8"]
+OTHERS += ["rollout.max_running_requests=7", "actor.micro_batch_tokens=512", "rollout.speculation.draft_len=3"]
+
+
 def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> None:
     reward = "rewards.functions=[{name: python, path: r.py:f, threshold: %s}]"
     assert start(tmp_path, reward % 0.5) == []
     assert start(tmp_path, reward % 0.5, "train.num_steps=7") == []
-    changed = start(tmp_path, reward % 0.9, "optimizer.lr=0.5", "train.num_steps=8")
-    assert changed == ["optimizer.lr", "rewards.functions.0.threshold"]
+    assert start(tmp_path, reward % 0.9, "optimizer.lr=0.5", "train.num_steps=8", *OTHERS) == [
+        *("actor.lora", "actor.router_replay", "optimizer.lr", "rewards.functions.0.threshold"),
+        *("rollout.carry_over", "rollout.max_tokens", "rollout.temperature"),
+        *("train.prompts_per_step", "train.seed"),
+    ]
+    assert start(tmp_path, reward % 0.9, "optimizer.lr=0.5", *OTHERS, "actor.lora.adapter_path=/a") == [
+        "actor.lora.adapter_path"
+    ]
 
 
 def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

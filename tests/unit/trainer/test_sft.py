@@ -1,14 +1,16 @@
 """Records of supervised fine-tuning and their way into optimizer steps."""
 
 import json
+import shutil
 from itertools import islice
 
 import pytest
 
-from megatron_tlt.config.root import SftSection
+from megatron_tlt.config.root import SftConfig, SftSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
-from megatron_tlt.trainer.sft import read_records, steps_of
+from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
+from megatron_tlt.trainer.sft import _fingerprint, read_records, steps_of
 from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 
@@ -101,6 +103,22 @@ def test_a_record_beyond_the_context_is_named_by_line(tmp_path):
     lines = '{"prompt": "a", "completion": "b"}', '{"prompt": "abcdefgh", "completion": "ab"}'
     with pytest.raises(DataError, match=r"r\.jsonl:2: 11 tokens, model\.max_context allows 10"):
         read(write(tmp_path / "r.jsonl", *lines))
+
+
+def test_a_checkpoint_is_of_one_adapter(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ADAPTER_WEIGHTS).write_bytes(b"1")
+    shutil.copytree(tmp_path / "a", tmp_path / "same")
+    shutil.copytree(tmp_path / "a", tmp_path / "other")
+    (tmp_path / "other" / ADAPTER_WEIGHTS).write_bytes(b"2")
+
+    def fingerprint(folder):
+        lora = {} if folder is None else {"lora": {"adapter_path": str(tmp_path / folder)}}
+        tree = {"model": {"path": "m"}, "actor": lora, "sft": {"train_path": "r.jsonl", "out": "o"}}
+        return _fingerprint(SftConfig.model_validate(tree), [])
+
+    assert fingerprint("a") == fingerprint("same")
+    assert len({fingerprint(folder) for folder in (None, "a", "other")}) == 3
 
 
 def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):

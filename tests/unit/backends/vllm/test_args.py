@@ -43,7 +43,7 @@ from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
-from tests.helpers.pairs import DFLASH2, block_config
+from tests.helpers.pairs import block_config
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.trtllm_engines import python_with
 
@@ -184,9 +184,6 @@ def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
     assert synced.keys() == tensors.keys() and all(torch.equal(synced[name], tensors[name]) for name in tensors)
     if rank:
         assert tensors["markov_head.markov_w2.weight"].shape == (config.policy.vocab_size, rank)
-    config = block_config(config.policy, **DFLASH2)
-    with pytest.raises(ConfigError, match="has no DFlash 2"):
-        KINDS[config.kind].vllm_files(config, random_drafter(config), torch.float32)
 
 
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:

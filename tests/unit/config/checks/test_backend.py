@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_tlt.config import block_drafters
 from megatron_tlt.config.checks.backend import check_backend
 from megatron_tlt.config.checks.run import check_config
 from megatron_tlt.config.drafter_kinds import DRAFTERS
@@ -81,18 +78,6 @@ def test_vllm_runs_what_it_can() -> None:
     for kind in DRAFTERS:
         drafter = f"rollout.speculation.drafter={kind}", "rollout.speculation.drafter_path=d"
         assert problems(*VLLM, *drafter, "idle.train_drafter=true") == {}
-
-
-def test_vllm_refuses_the_forms_of_a_block_drafter_that_it_lacks(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "target_layer_ids": [0, 2], "block_size": 8, "mask_token_id": 7}
-    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
-    drafter = ("rollout.speculation.drafter=dspark", f"rollout.speculation.drafter_path={tmp_path}")
-    for more, is_there in (({}, True), ({"selector_rank": 12}, False), (windows, False)):
-        (tmp_path / "config.json").write_text(json.dumps(sizes | more))
-        block_drafters._read_shape.cache_clear()
-        found = problems(*VLLM, *drafter)
-        assert is_there == (found == {}) and (is_there or "must be 'embedded'" in found["rollout.backend"])
-        assert problems("rollout.backend=embedded", *drafter) == {}
 
 
 STATES = "drafter.online.hidden_states"

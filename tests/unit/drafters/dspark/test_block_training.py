@@ -23,7 +23,6 @@ from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.kind import DSparkKind
 from megatron_tlt.drafters.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafters.dspark.model import BlockModel
-from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
@@ -33,7 +32,14 @@ from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import HiddenStateSample
 from tests.helpers.pairs import DFLASH2, Rows, block_config
-from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence, trajectory
+from tests.helpers.tiny_drafters import (
+    DEEP,
+    export_drafter,
+    lookup_tables,
+    random_drafter,
+    random_sequence,
+    trajectory,
+)
 from tests.helpers.tiny_models import random_weights
 
 POLICY = DEEP["qwen3"]
@@ -321,7 +327,8 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
         model = BlockModel(made)
         model.load_full(tensors.items())
         assert model.markov_head is not None
-        logits.append(model.full_logits(torch.cat([state, model.markov_head.markov_w1(before)], -1), head))
+        outputs = torch.cat([state, model.markov_head.markov_w1(before)], -1)
+        logits.append(model.spread(model.logits(outputs, head)))
     known = weights["t2d"]
     torch.testing.assert_close(logits[1][:, known], logits[0][:, known], atol=2e-3, rtol=2e-3)
     assert (logits[1][:, ~known] < -9000).all() and (logits[0][:, ~known] == float("-inf")).all()

@@ -15,7 +15,6 @@ from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.kind import _config
 from megatron_tlt.drafters.eagle.pairs import PairLayout
-from megatron_tlt.drafters.export.drafter import export_drafter
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import collate
@@ -26,6 +25,7 @@ from tests.helpers.tiny_drafters import (
     DEEP,
     FAMILIES,
     LAYERS,
+    export_drafter,
     layer_outputs,
     lookup_tables,
     random_drafter,
@@ -61,7 +61,8 @@ def our_logits(config: DrafterConfig, base: int) -> torch.Tensor:
     batch = collate([sequence])
     with torch.no_grad():
         outputs = model.unroll(embed, batch, PairLayout(batch), STEPS)
-        return model.full_logits(torch.stack([o[base - sequence.first_base] for o in outputs]), head)
+        outputs = torch.stack([o[base - sequence.first_base] for o in outputs])
+        return model.spread(model.logits(outputs, head))
 
 
 def engine_logits(engine: engine_drafters.Drafter, config: DrafterConfig, base: int) -> torch.Tensor:
@@ -126,9 +127,9 @@ def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("kind", "policy", "says"),
     [
-        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 drafters only.*kind eagle3"),
+        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 .*or use --format hf or sglang or vllm$"),
         ("sglang", "qwen3", r"format = 'sglang': SGLang has no EAGLE-1 drafter whose attention normalises"),
-        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf"),
+        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf$"),
     ],
 )
 def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, policy, says, tmp_path) -> None:

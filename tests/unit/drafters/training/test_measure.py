@@ -123,6 +123,6 @@ def test_overlap_of_a_reduced_vocabulary_is_over_the_whole(temperature: float) -
     for step, output in enumerate(outputs):
         there = layout.existing(step)
         target = batch.hidden[layout.base_rows[there] + step, -head.shape[1] :]
-        q = (model.full_logits(output[there]) / temperature).softmax(-1)
+        q = (model.spread(model.logits(output[there])) / temperature).softmax(-1)
         want.append(float(torch.minimum((target @ head.T / temperature).softmax(-1), q).sum(-1).mean()))
     assert got.overlap == pytest.approx(want, abs=1e-5)
