@@ -140,8 +140,8 @@ class RewardSection(Section):
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""
     workers: NonNegativeInt = 1
-    """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, and has those of all. 0
-    runs built-in rewards in the rank itself, without a timeout."""
+    """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, with those and the
+    CPUs of all. 0 runs built-in rewards in the rank itself, without a timeout."""
 
     @property
     def is_of_unknown_scale(self) -> bool:
