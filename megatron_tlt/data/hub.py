@@ -103,16 +103,23 @@ def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:
 
 
 def on_this_machine(
-    config: RootT, ranks: Ranks, weights: bool = True, state_dir: Path | None = None, as_named: bool = False
+    config: RootT,
+    ranks: Ranks,
+    weights: bool = True,
+    state_dir: Path | None = None,
+    as_named: bool = False,
+    reads: RootT | None = None,
 ) -> RootT:
     """The configuration with a directory in place of every name; fetches what the cache lacks. Collective.
 
     A run that goes on uses the commits that the config.json in its `state_dir` records (default: the run's, or that of
     the run whose checkpoint it begins from). `as_named`: only those of rows, because the models that are named are to
-    be measured. Without `weights` only descriptions and tokenizers of models are fetched. Raises ConfigError, on every
-    rank, with a line for each name that cannot be had.
+    be measured. Without `weights` only descriptions and tokenizers of models are fetched. `reads`: the part of the
+    configuration that the command reads; other names stay. Raises ConfigError, on every rank, with a line for each name
+    that cannot be had.
     """
-    directories = fetch(names_of(config, weights), ranks, _recorded(config, state_dir, as_named))
+    names = names_of(config if reads is None else reads, weights)
+    directories = fetch(names, ranks, _recorded(config, state_dir, as_named))
     return _with_values(config, {field: str(directory) for field, directory in directories.items()})
 
 

@@ -235,9 +235,11 @@ def test_evaluations_measure_the_models_that_are_named_on_the_rows_of_the_run(
     options = ["--drafter", str(tmp_path)] if command == "drafter eval" else []
     assert main([*command.split(), str(ROOT / "configs/quickstart.yaml"), *options, *settings]) == 0
     (config,) = measured
-    for name, path in (("policy", config.model.path), ("drafter", config.rollout.speculation.drafter_path)):
+    served = config.rollout.speculation.drafter_path
+    for name, path in {"policy": config.model.path, **({} if options else {"drafter": served})}.items():
         assert Path(str(path)).name == hub.repositories[f"models/a/{name}"].commit
-    assert (config.data.train, config.data.eval) == (local.data.train, local.data.eval)
+    assert config.data.eval == local.data.eval
+    assert config.data.train.path == "a/rows" and (served == "a/drafter") == bool(options), "what is not read stays"
 
 
 @pytest.mark.parametrize("action", ["train", "eval"])
