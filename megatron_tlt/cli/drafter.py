@@ -69,10 +69,13 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     unfinished = args.out / UNFINISHED if args.action == "train" else None
 
     def start(world: World) -> int:
+        from megatron_tlt.trainer.drafter_training import recorded_drafter  # it imports torch
+
         is_eval, reads = args.action == "eval", _read_part(config, args)
         here = on_this_machine(config, world, state_dir=unfinished, as_named=is_eval, reads=reads)
         if args.drafter is not None:
-            args.drafter = fetch_argument("--drafter", args.drafter, world)
+            recorded = None if is_eval else recorded_drafter(config, args.out)
+            args.drafter = fetch_argument("--drafter", args.drafter, world, recorded=recorded)
         return body(with_date(here, world, unfinished), world, args)
 
     return run_on_every_rank(config.distributed, cpu_threads(), start)

@@ -123,10 +123,15 @@ def on_this_machine(
     return _with_values(config, {field: str(directory) for field, directory in directories.items()})
 
 
-def fetch_argument(field: str, value: Path, ranks: Ranks, weights: bool = True) -> Path:
-    """The directory of a model that an argument of a command gives by path or by name. Collective. See `fetch`."""
+def fetch_argument(
+    field: str, value: Path, ranks: Ranks, weights: bool = True, recorded: str | None = None
+) -> Path:
+    """The directory of a model that an argument of a command gives by path or by name. Collective. See `fetch`.
+
+    `recorded`: OWNER/NAME@COMMIT of the first start of what goes on, on rank 0.
+    """
     named = Named(field, str(value), "model" if weights else "companions")
-    return fetch([named], ranks)[field] if is_name(value) else value
+    return fetch([named], ranks, {field: recorded} if recorded else None)[field] if is_name(value) else value
 
 
 def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None = None) -> dict[str, Path]:
@@ -225,7 +230,7 @@ def _commit(named: Named, recorded: dict[str, str]) -> str:
     of_others = "" if named.revision else recorded.get(str(named.repository), "")
     name, _, commit = recorded.get(named.field, of_others).partition("@")
     if name == named.name and not _COMMIT.fullmatch(named.revision or ""):
-        _say(f"{named.field} = {named.value}: commit {commit}, as in the run's config.json")
+        _say(f"{named.field} = {named.value}: commit {commit}, as recorded")
         return commit
 
     def resolve() -> str:
