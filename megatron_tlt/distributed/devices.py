@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.errors import DistributedError
+from megatron_tlt.errors import DistributedError, shortened
 
 _DEVICE_FILES = Path("/dev")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -51,11 +51,18 @@ def gpu_uuid(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def refuse_shared_gpus(hosts: Sequence[str], gpus: Sequence[str | None]) -> None:
-    """Raises DistributedError where two ranks have the same GPU: NCCL refuses that, and names only a bus id.
+def check_gpus(hosts: Sequence[str], gpus: Sequence[str | None]) -> None:
+    """Raises DistributedError where two ranks have the same GPU, which NCCL refuses with a bus id alone, and where some
+    have none: their groups would be of another kind.
 
     `hosts` and `gpus` (as of `gpu_uuid`) by rank. Local ranks say nothing: a launcher may show each rank one GPU alone.
     """
+    without = dict.fromkeys(host for host, gpu in zip(hosts, gpus, strict=True) if gpu is None)
+    if without and any(gpus):
+        raise DistributedError(
+            f"ranks on {shortened([*without])} see no GPU, and others do: let them see theirs (--gpus of a container, "
+            "--gpus-per-node under Slurm), or take CPUs on all (distributed.device=cpu)"
+        )
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, name in enumerate(hosts) if name == host and gpus[rank] is not None]
         count = len({gpus[rank] for rank in ranks})
