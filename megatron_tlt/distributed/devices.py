@@ -87,8 +87,9 @@ def leave_hangs_to_the_watchdog() -> None:
     """Keeps PyTorch from ending the ranks that wait in an NCCL collective for too long, where the user has not set it.
 
     It would end them by SIGABRT in a thread of its own, without an error in Python: this program's watchdog would name
-    a waiting rank as the one that died, not the one that hangs. Before the first group.
+    a waiting rank as the one that died, not the one that hangs. Errors of NCCL then wait for the watchdog, too. Before
+    the first group.
     """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # at the timeout of a collective
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # at a timeout or an error
     # Some eight minutes later on all ranks, and where a CUDA call blocks PyTorch's own watchdog.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
