@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_tlt.config.dims import rollout_replica
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,8 +50,8 @@ def processor(device: torch.device) -> str:
 def engine_cpus(ranks: Ranks, tp: int) -> frozenset[int]:
     """The CPUs of the `tp` ranks of this rank's engine, which are on one host. Collective."""
     everywhere = ranks.all_gather_object(os.sched_getaffinity(0))  # a launcher may bind each rank to its own
-    first = ranks.rank - ranks.rank % tp
-    return frozenset().union(*everywhere[first : first + tp])
+    replica, _ = rollout_replica(ranks.rank, tp)
+    return frozenset().union(*everywhere[replica * tp : (replica + 1) * tp])
 
 
 def mixed_processors(kinds: Sequence[str]) -> str | None:
