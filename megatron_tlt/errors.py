@@ -8,7 +8,9 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 
 def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> str:
@@ -21,6 +23,7 @@ def shortened(items: Sequence[object], most: int = 8, separator: str = ", ") -> 
 
 # All but tab and line feed; also marks of writing direction, which reorder a line, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_MOST_NAMES = 1000  # of a directory that are compared: a tenth of a second
 LONGEST_FAILURE = 500  # characters of an error message that travel and are logged
 _NOT_USERS = ("<", os.path.dirname(__file__), *(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 
@@ -54,13 +57,15 @@ def place_of(error: BaseException) -> str:
 
 def no_such_file(path: str | os.PathLike[str]) -> str:
     """Says that nothing is at `path`: with the nearest name beside it, and with what a relative path counts from. Of a
-    file in the place of a directory: that it is one.
+    file in the place of a directory, or a directory in that of a file: that it is one.
     """
     if os.path.exists(path):
-        return "is no directory"
+        return "is a directory, no file" if os.path.isdir(path) else "is no directory"
     folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
     relative = "" if os.path.isabs(path) else f" (a relative path counts from {os.getcwd()})"
-    beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    beside: list[str] = []
+    with suppress(OSError), os.scandir(folder or ".") as entries:  # it may be missing, or not readable
+        beside = [entry.name for entry in islice(entries, _MOST_NAMES)]
     return f"no such file or directory{relative}{did_you_mean(name, beside)}"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_job, run_on_every_rank
-from megatron_tlt.config.checks.commands import check_drafter_engine, check_held_out
+from megatron_tlt.config.checks.commands import check_base, check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
@@ -71,9 +71,13 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     unfinished = args.out / UNFINISHED if args.action == "train" else None
 
     def start(world: World) -> int:
-        here = on_this_machine(config, world, state_dir=unfinished, as_named=args.action == "eval")
+        from megatron_tlt.trainer.drafter_training import recorded_drafter  # it imports torch
+
+        is_eval, reads = args.action == "eval", _read_part(config, args)
+        here = on_this_machine(config, world, state_dir=unfinished, as_named=is_eval, reads=reads)
         if args.drafter is not None:
-            args.drafter = fetch_argument("--drafter", args.drafter, world, "drafter")
+            recorded = None if is_eval else recorded_drafter(config, args.out)
+            args.drafter = fetch_argument("--drafter", args.drafter, world, "drafter", recorded)
         return body(with_date(here, world, unfinished), world, args)
 
     return run_on_every_rank(config.distributed, cpu_threads(), start)
@@ -107,6 +111,20 @@ def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
     return OK
 
 
+def _read_part(config: Config, args: argparse.Namespace) -> Config:
+    """The configuration without what this command does not read: drafts, rewards, and the policy's training."""
+    from megatron_tlt.config.data import RewardConfig, RewardSection
+    from megatron_tlt.config.speculation import SpeculationSection
+    from megatron_tlt.trainer.preflight import without_training
+
+    plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
+    waiting = config.idle.model_copy(update={"train_drafter": False})
+    any_rewards = RewardSection(functions=(RewardConfig(name="format", pattern=""),))
+    plain_config = config.model_copy(update={"rollout": plain, "idle": waiting, "rewards": any_rewards})
+    generates = args.action == "train" and config.drafter.responses_path is None
+    return without_training(plain_config, reads_prompts=generates)
+
+
 def _checked(
     config: Config, world: World, args: argparse.Namespace, found: list[ConfigProblem]
 ) -> tuple[Config, DrafterConfig, SavedDrafter | None]:
@@ -115,16 +133,13 @@ def _checked(
     Raises ConfigError with all problems, `found` ones too, of a model or a drafter that cannot be; loads no weights of
     the model.
     """
-    from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.drafters.checkpoint import drafter_shape
     from megatron_tlt.models.hf.config import ModelConfig
-    from megatron_tlt.trainer.preflight import check_on, without_training
+    from megatron_tlt.trainer.preflight import check_on
 
-    speculation = config.rollout.speculation
-    plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
-    waiting = config.idle.model_copy(update={"train_drafter": False})
-    config = without_training(config.model_copy(update={"rollout": plain, "idle": waiting}), world.size)
-    check_on(config, world, [*check_drafter_engine(config), *found])
+    speculation, found = config.rollout.speculation, [*check_drafter_engine(config), *check_base(config), *found]
+    config = _read_part(config, args)
+    check_on(config, world, found)
     if args.drafter is None:
         return config, drafter_shape(speculation, ModelConfig.from_hf(config.model.path)), None
     may_be_other = args.action == "train" or speculation.allow_other_policy

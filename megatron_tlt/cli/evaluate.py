@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
-from megatron_tlt.config.checks.commands import check_held_out
+from megatron_tlt.config.checks.commands import check_base, check_held_out
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError
@@ -46,7 +46,10 @@ def _eval(args: argparse.Namespace) -> int:
         raise ConfigError(problems)
 
     def body(world: World) -> None:
-        _eval_on(on_this_machine(config, world, as_named=True), world, args.out)
+        from megatron_tlt.trainer.preflight import without_training
+
+        reads = without_training(config, reads_prompts=False)
+        _eval_on(on_this_machine(config, world, as_named=True, reads=reads), world, args.out)
 
     return run_on_every_rank(config.distributed, cpu_threads(), body)
 
@@ -62,7 +65,8 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.trainer.preflight import check_on, without_training
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues, reward_pool
 
-    check_on(without_training(config, world.size), world, [*check_held_out(config)])
+    reads = without_training(config, reads_prompts=False)
+    check_on(reads, world, [*check_held_out(config), *check_base(config)])
     config = with_date(config, world)
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)

@@ -60,6 +60,9 @@ class PromptSourceConfig(Section):
         return self.path is not None and Path(self.path).exists()
 
 
+UNREAD = PromptSourceConfig()  # this object stands for a source that a command does not read
+
+
 class DataSection(Section):
     """Training and held-out prompts."""
 
@@ -85,9 +88,9 @@ class DataSection(Section):
 
     @property
     def sources(self) -> list[tuple[str, PromptSourceConfig]]:
-        """The sources that there are, by the name of their section."""
+        """The sources that are read, by the name of their section."""
         named = ("data.train", self.train), ("data.eval", self.eval)
-        return [(name, source) for name, source in named if source is not None]
+        return [(name, source) for name, source in named if source is not None and source is not UNREAD]
 
 
 class RewardConfig(Section):
@@ -140,7 +143,8 @@ class RewardSection(Section):
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""
     workers: PositiveInt = 1
-    """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, and has those of all."""
+    """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, with those and the CPUs
+    of all."""
 
     @property
     def is_of_unknown_scale(self) -> bool:

@@ -37,7 +37,7 @@ class EnvSection(Section):
     clock."""
     workers: PositiveInt = 1
     """Worker processes per rank; each runs one step at a time and holds many trajectories' environments. The first rank
-    of an engine of several (`rollout.tp`) has those of all."""
+    of an engine of several (`rollout.tp`) has those and the CPUs of all."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process. One is replaced where half of what the loaded code has left of it stays taken after
     a MemoryError."""

@@ -126,7 +126,7 @@ def dump_config(config: Section) -> str:
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Sets one `path=value` in `tree`, making missing maps on the way; a map merges into the one that is there, as in
-    `deep_merge`. Mutates `tree`. Raises ConfigError.
+    `deep_merge`, an element of a list is replaced. Mutates `tree`. Raises ConfigError.
     """
     path, sign, text = override.partition("=")
     path = re.sub(r"\[(\d+)\]", r".\1", path.strip())
@@ -141,10 +141,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for depth, key in enumerate(keys[:-1]):
         node = _child(node, key, ".".join(keys[: depth + 1]))
     if isinstance(node, list):
-        index = _index(node, keys[-1], path)
-        node[index] = deep_merge(node[index], value)
+        node[_index(node, keys[-1], path)] = value
     elif isinstance(node, dict):
-        node[keys[-1]] = deep_merge(node.get(keys[-1]), value)
+        node.update(deep_merge(node, {keys[-1]: value}))
     else:
         raise ConfigError.of(path, text, f"{'.'.join(keys[:-1])} is a single value, not a section")
 

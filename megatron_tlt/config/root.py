@@ -135,6 +135,11 @@ class Config(TrainingConfig):
     chat_name = "data"
 
     @property
+    def trains(self) -> bool:
+        """Whether the policy is updated; in what `trainer.preflight.without_training` makes it is not."""
+        return self.train.num_steps > 0
+
+    @property
     def state_dir(self) -> Path:
         return Path(self.train.run_dir)
 

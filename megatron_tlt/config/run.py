@@ -107,7 +107,8 @@ class DistributedSection(Section):
     GPUs are hidden from the run."""
     timeout_s: PositiveFloat = 600.0
     """A collective that takes longer ends the job, naming the phase and the ranks that did not arrive. On CUDA NCCL's
-    only log that: `train` leaves such a hang to `watchdog.hang_s`, other commands end by PyTorch's SIGABRT."""
+    only log that, and errors of NCCL: `train` leaves both to `watchdog.hang_s` (to PyTorch with
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=3 in the environment), other commands end by PyTorch's SIGABRT."""
 
 
 class ObserveSection(Section):

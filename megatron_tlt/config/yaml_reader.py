@@ -60,10 +60,12 @@ def _count(value: Any, known: dict[int, int]) -> int:
 
 
 def deep_merge(base: Any, over: Any) -> Any:
-    """`base` with `over` on top: maps merge key by key, everything else (lists too) is replaced. Mutates nothing."""
+    """`base` with `over` on top: maps merge key by key, everything else is replaced, also lists, and by a map that is
+    empty below a key. Mutates nothing.
+    """
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
-    return base | {key: deep_merge(base.get(key), value) for key, value in over.items()}
+    return base | {key: deep_merge(base.get(key), value) if value else value for key, value in over.items()}
 
 
 def read_config_file(path: Path, root: type[BaseModel] | None = None, chain: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -104,23 +104,35 @@ def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:
 
 
 def on_this_machine(
-    config: RootT, ranks: Ranks, weights: bool = True, state_dir: Path | None = None, as_named: bool = False
+    config: RootT,
+    ranks: Ranks,
+    weights: bool = True,
+    state_dir: Path | None = None,
+    as_named: bool = False,
+    reads: RootT | None = None,
 ) -> RootT:
     """The configuration with a directory in place of every name; fetches what the cache lacks. Collective.
 
     A run that goes on uses the commits that the config.json in its `state_dir` records (default: the run's, or that of
     the run whose checkpoint it begins from). `as_named`: only those of rows, because the models that are named are to
-    be measured. Without `weights` only descriptions and tokenizers of models are fetched. Raises ConfigError, on every
-    rank, with a line for each name that cannot be had.
+    be measured. Without `weights` only descriptions and tokenizers of models are fetched. `reads`: the part of the
+    configuration that the command reads; other names stay. Raises ConfigError, on every rank, with a line for each name
+    that cannot be had.
     """
-    directories = fetch(names_of(config, weights), ranks, _recorded(config, state_dir, as_named))
+    names = names_of(config if reads is None else reads, weights)
+    directories = fetch(names, ranks, _recorded(config, state_dir, as_named))
     return _with_values(config, {field: str(directory) for field, directory in directories.items()})
 
 
-def fetch_argument(field: str, value: Path, ranks: Ranks, content: Content = "model") -> Path:
-    """The directory that an argument of a command gives by path or by name. Collective. See `fetch`."""
+def fetch_argument(
+    field: str, value: Path, ranks: Ranks, content: Content = "model", recorded: str | None = None
+) -> Path:
+    """The directory that an argument of a command gives by path or by name. Collective. See `fetch`.
+
+    `recorded`: OWNER/NAME@COMMIT of the first start of what goes on, on rank 0.
+    """
     named = Named(field, str(value), content)
-    return fetch([named], ranks)[field] if is_name(value) else value
+    return fetch([named], ranks, {field: recorded} if recorded else None)[field] if is_name(value) else value
 
 
 def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None = None) -> dict[str, Path]:
@@ -219,7 +231,7 @@ def _commit(named: Named, recorded: dict[str, str]) -> str:
     of_others = "" if named.revision else recorded.get(str(named.repository), "")
     name, _, commit = recorded.get(named.field, of_others).partition("@")
     if name == named.name and not _COMMIT.fullmatch(named.revision or ""):
-        _say(f"{named.field} = {named.value}: commit {commit}, as in the run's config.json")
+        _say(f"{named.field} = {named.value}: commit {commit}, as recorded")
         return commit
 
     def resolve() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_tlt.errors import DistributedError
+from megatron_tlt.errors import DistributedError, shortened
 
 _DEVICE_FILES = Path("/dev")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -51,11 +51,18 @@ def gpu_uuid(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def refuse_shared_gpus(hosts: Sequence[str], gpus: Sequence[str | None]) -> None:
-    """Raises DistributedError where two ranks have the same GPU: NCCL refuses that, and names only a bus id.
+def check_gpus(hosts: Sequence[str], gpus: Sequence[str | None]) -> None:
+    """Raises DistributedError where two ranks have the same GPU, which NCCL refuses with a bus id alone, and where some
+    have none: their groups would be of another kind.
 
     `hosts` and `gpus` (as of `gpu_uuid`) by rank. Local ranks say nothing: a launcher may show each rank one GPU alone.
     """
+    without = dict.fromkeys(host for host, gpu in zip(hosts, gpus, strict=True) if gpu is None)
+    if without and any(gpus):
+        raise DistributedError(
+            f"ranks on {shortened([*without])} see no GPU, and others do: let them see theirs (--gpus of a container, "
+            "--gpus-per-node under Slurm), or take CPUs on all (distributed.device=cpu)"
+        )
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, name in enumerate(hosts) if name == host and gpus[rank] is not None]
         count = len({gpus[rank] for rank in ranks})
@@ -80,8 +87,9 @@ def leave_hangs_to_the_watchdog() -> None:
     """Keeps PyTorch from ending the ranks that wait in an NCCL collective for too long, where the user has not set it.
 
     It would end them by SIGABRT in a thread of its own, without an error in Python: this program's watchdog would name
-    a waiting rank as the one that died, not the one that hangs. Before the first group.
+    a waiting rank as the one that died, not the one that hangs. Errors of NCCL then wait for the watchdog, too. Before
+    the first group.
     """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # at the timeout of a collective
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # at a timeout or an error
     # Some eight minutes later on all ranks, and where a CUDA call blocks PyTorch's own watchdog.
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

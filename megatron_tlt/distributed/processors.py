@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_tlt.config.dims import rollout_replica
+
 if TYPE_CHECKING:
     import torch
+
+    from megatron_tlt.distributed.together import Ranks
 
 _SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # those that products are chosen by
 
@@ -40,6 +45,13 @@ def processor(device: torch.device) -> str:
 
         return torch.cuda.get_device_name(device)
     return " ".join([platform.machine(), *cpu_sets()])
+
+
+def engine_cpus(ranks: Ranks, tp: int) -> frozenset[int]:
+    """The CPUs of the `tp` ranks of this rank's engine, which are on one host. Collective."""
+    everywhere = ranks.all_gather_object(os.sched_getaffinity(0))  # a launcher may bind each rank to its own
+    replica, _ = rollout_replica(ranks.rank, tp)
+    return frozenset().union(*everywhere[replica * tp : (replica + 1) * tp])
 
 
 def mixed_processors(kinds: Sequence[str]) -> str | None:

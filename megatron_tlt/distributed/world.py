@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_tlt.distributed.devices import (
+    check_gpus,
     choose_device,
     gpu_uuid,
     hide_gpus,
-    refuse_shared_gpus,
     set_nccl_environment,
 )
 from megatron_tlt.distributed.heap import keep_freed_pages, on_clean_heap
@@ -123,7 +123,7 @@ class World:
         if threads is not None:
             torch.set_num_threads(threads)
         device = choose_device(section.device, local_rank)
-        refuse_shared_gpus(hosts, comm.allgather(gpu_uuid(device)))
+        check_gpus(hosts, comm.allgather(gpu_uuid(device)))
         if device.type == "cpu":
             keep_freed_pages()
         try:

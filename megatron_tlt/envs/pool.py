@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,13 +38,15 @@ class EnvironmentPool:
         *,
         in_thought: bool = False,
         longest_opening: int | None = None,
+        cpus: Collection[int] = (),
     ):
         """Starts nothing yet. `on_wait` is called every second or so of waiting in `openings`, as a heartbeat.
 
-        `in_thought`: see `load_environment`; `longest_opening`: characters of a `reset`'s text that are read.
+        `in_thought`: see `load_environment`; `longest_opening`: characters of a `reset`'s text that are read;
+        `cpus`: those of the workers, see `set_up`.
         """
         self.section, self._on_wait, self._longest_opening = section, on_wait, longest_opening
-        self.workers = [EnvWorker(section, in_thought=in_thought) for _ in range(section.workers)]
+        self.workers = [EnvWorker(section, in_thought=in_thought, cpus=cpus) for _ in range(section.workers)]
 
     def warm_up(self) -> None:
         """Starts the workers and returns at once: their imports take seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -25,9 +25,9 @@ class WorkerLostError(EnvError):
 class EnvWorker:
     """One worker, started with its first request and started anew after a request that it did not survive."""
 
-    def __init__(self, section: EnvSection, *, in_thought: bool = False):
-        """`in_thought`: see `load_environment`."""
-        self._section, self._in_thought = section, in_thought
+    def __init__(self, section: EnvSection, *, in_thought: bool = False, cpus: Collection[int] = ()):
+        """`in_thought`: see `load_environment`; `cpus`: see `set_up`."""
+        self._section, self._in_thought, self._cpus = section, in_thought, cpus
         self._thread = ThreadPoolExecutor(1, "env-worker")
         self._process: WorkerProcess | None = None
         self._pipe: Connection | None = None
@@ -52,7 +52,7 @@ class EnvWorker:
         self._kill()
         self.starts += 1
         self._pipe, theirs = get_context("spawn").Pipe()
-        arguments = (theirs, self._section.model_dump_json(), self._in_thought, os.getpid())
+        arguments = (theirs, self._section.model_dump_json(), self._in_thought, os.getpid(), self._cpus)
         self._process = WorkerProcess(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # or its death would not end the pipe

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import defaultdict
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -59,13 +60,13 @@ class Discard:
 Request: TypeAlias = Open | Play | Discard
 
 
-def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int) -> None:
+def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int, cpus: Collection[int] = ()) -> None:
     """The process. `section_json`: the `EnvSection`; `in_thought`: see `load_environment`; `rank`: process id of the
-    parent.
+    parent; `cpus`: see `set_up`.
 
     First sends None, or why it cannot load the environment. Ends with the pipe.
     """
-    set_up(rank)
+    set_up(rank, cpus)
     keep(rank)
     sigterm_ends_forks()
     multiprocessing.current_process().daemon = False  # a daemon, as which the rank has started it, may start no process

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron_tlt.config.dims import is_first_of_engine
 from megatron_tlt.observe.clock import wall_seconds
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class IdleCoordinator:
         """
         self._comm = comm.Dup()
         self._count, self._clock, self._wall = count, clock, wall
-        self._is_group_leader = comm.rank % group_size == 0
+        self._is_group_leader = is_first_of_engine(comm.rank, group_size)
         self._num_replicas = comm.size // group_size
         self._barrier: MPI.Request | None = None
         self._is_over = True

@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
+from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.observe.files import naming
 from megatron_tlt.observe.reduction import RankMetrics, sums
@@ -187,7 +188,8 @@ class RolloutCache:
         self._backend = backend
         self._keeps = section.enabled and backend.capabilities.keyed_sampling
         self._weights, self._identity, self._fresh = weights, dict(identity), fresh
-        self._replica, self._is_first = world.rank // tp, world.rank % tp == 0
+        self._replica, _ = rollout_replica(world.rank, tp)
+        self._is_first = is_first_of_engine(world.rank, tp)
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None
         if self._is_first and self._keeps:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
@@ -50,12 +50,13 @@ def trial_line(section: RewardSection, prompt: Prompt) -> str:
 class RewardPool:
     """The reward functions of a run on this rank. Use from one thread; close it."""
 
-    def __init__(self, section: RewardSection, on_wait: Callable[[], None] = lambda: None):
+    def __init__(self, section: RewardSection, on_wait: Callable[[], None] = lambda: None, cpus: Collection[int] = ()):
         """Checks the users' functions by importing them here. Raises ConfigError with all problems.
 
-        `on_wait` is called every second or so of waiting for results, as a heartbeat.
+        `on_wait` is called every second or so of waiting for results, as a heartbeat. `cpus`: those of the workers, see
+        `set_up`.
         """
-        self._section, self._on_wait = section, on_wait
+        self._section, self._on_wait, self._cpus = section, on_wait, cpus
         self._pool: ProcessPool | None = None
         self._ready: Future[str | None] | None = None
         if problems := function_problems(section):
@@ -65,7 +66,7 @@ class RewardPool:
         """Starts the workers and returns at once: their imports take seconds."""
         if self._section.functions and (self._pool is None or not self._pool.active):
             self.close()
-            arguments = (self._section.model_dump_json(), os.getpid())
+            arguments = (self._section.model_dump_json(), os.getpid(), self._cpus)
             self._pool = ProcessPool(
                 self._section.workers,
                 initializer=worker.start,

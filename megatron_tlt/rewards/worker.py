@@ -5,6 +5,7 @@ This module imports no numpy: `start` does, after it has limited numpy's threads
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from multiprocessing import context
 from typing import TYPE_CHECKING
@@ -53,10 +54,12 @@ class WorkerContext(context.SpawnContext):
         return FileLock()
 
 
-def start(section_json: str, rank: int) -> None:
-    """Initialises a new worker process for the `RewardSection`. `rank`: process id of its parent."""
+def start(section_json: str, rank: int, cpus: Collection[int] = ()) -> None:
+    """Initialises a new worker process for the `RewardSection`. `rank`: process id of its parent; `cpus`: see
+    `set_up`.
+    """
     global _section, _scorers, _problem  # noqa: PLW0603  the pool calls plain functions
-    set_up(rank)
+    set_up(rank, cpus)
     sigterm_ends_forks()
     from megatron_tlt.config.data import RewardSection
     from megatron_tlt.rewards.build import build_scorers

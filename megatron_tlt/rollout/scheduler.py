@@ -87,12 +87,12 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether the samples of one more prompt should start: fewer than `max_running` are there, and blocks remain
-        free once all prompts that wait have theirs, and each sample its first one.
+        free once all prompts that wait have theirs, each sample its first one, and each running request its next one.
         """
         if self.num_running + self.num_waiting >= self.limits.max_running:
             return False
         need = sum(self.blocks.blocks_for(len(p.tokens)) - len(p.blocks) for p in self._waiting)
-        return need + self.num_waiting - len(self.parked) < self.blocks.num_free
+        return need + self.num_running + self.num_waiting - len(self.parked) < self.blocks.num_free
 
     def add(self, prefill: Prefill) -> None:
         """Queues the samples of one prompt. Raises BackendError if they could never run."""

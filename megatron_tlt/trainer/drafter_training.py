@@ -15,12 +15,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.drafter_kinds import SETTINGS
 from megatron_tlt.config.run import UNFINISHED
+from megatron_tlt.data.hub import hub_name
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
@@ -206,11 +208,22 @@ def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> d
         "data": config.data.model_dump(mode="json"),
         "train.seed": config.train.seed,
         "model.path": policy_fingerprint(config.model.path),
-        "--drafter": None if drafter is None else str(drafter),
+        "--drafter": None if drafter is None else "@".join(hub_name(str(drafter)) or [str(drafter)]),
         "ranks": num_ranks,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
+
+
+def recorded_drafter(config: Config, out: Path) -> str | None:
+    """`--drafter` of the training in OUT that goes on, a name with its commit; None where none goes on, or without."""
+    file = out / UNFINISHED / _STATE
+    if config.checkpoint.resume == "never" or not file.is_file():
+        return None
+    with suppress(CheckpointError):  # a damaged file is refused when it is read whole
+        value: str | None = load_drafter_state(file, with_tensors=False)["settings"]["--drafter"]
+        return value
+    return None
 
 
 def unfinished_state(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
+from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.envs.build import environment_tools, gives_rewards, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, ConfigProblem, EnvError, OpeningError
@@ -127,7 +128,8 @@ class Environments:
         tp: int = 1,
     ):
         """Starts the workers, which import meanwhile: of the `tp` ranks of an engine the first one has those of all,
-        for the others' environments are not asked. Raises ConfigError for a chat template that does not fit.
+        and their CPUs, for the others' environments are not asked. Collective. Raises ConfigError for a chat template
+        that does not fit.
 
         `ends`: the model's stop tokens, beside the tokenizer's. `max_prompt_tokens`: a prompt with more tokens is
         dropped, so no more of an opening is read.
@@ -139,7 +141,13 @@ class Environments:
         longest = None if max_prompt_tokens is None else self._tokens.characters_of(max_prompt_tokens + 1)
         self._world, self._tp = world, tp
         section = section.model_copy(update={"workers": section.workers * tp})
-        self._pool = EnvironmentPool(section, world.heartbeat, in_thought=self._in_thought, longest_opening=longest)
+        self._pool = EnvironmentPool(
+            section,
+            world.heartbeat,
+            in_thought=self._in_thought,
+            longest_opening=longest,
+            cpus=engine_cpus(world, tp),
+        )
         if is_first_of_engine(world.rank, tp):
             self._pool.warm_up()
         self.prompts = EnvPrompts(tools, self._openings if has_opening(section) else None)

@@ -1,7 +1,7 @@
 """`Job`: a training from its checkpoint to its end. RL, fine-tuning and the training of a drafter are jobs.
 
 load -> begin -> [ step -> save where due ] ... -> finish
-                    a signal: a checkpoint of the last finished step
+                    a signal, or an error of every rank alike: a checkpoint of the last finished step
 """
 
 from __future__ import annotations
@@ -115,10 +115,8 @@ class Job(ABC):
             if not self.is_complete():
                 self._leave(reason)
                 return True
-        except (TrainingError, UnjudgedError, OpeningError):  # of every rank alike
-            # The save under way would end with the process.
-            with self.phase("checkpoint"):
-                self.checkpoints.wait()
+        except (TrainingError, UnjudgedError, OpeningError):  # of every rank alike: finished steps would be lost
+            self._keep()
             raise
         finally:
             if self.progress is not None:
@@ -139,14 +137,19 @@ class Job(ABC):
             self.note(f"goes on with other settings or code than at its last start: {', '.join(sorted(changed))}")
         self.world.barrier()
 
-    def _leave(self, reason: GracefulExit) -> None:
-        """Saves the last finished step; the unfinished one leaves no trace in it."""
+    def _keep(self) -> str | None:
+        """Saves the last finished step; the unfinished one leaves no trace in it. Returns why not, see `unsaved`."""
         unsaved = self.unsaved()
         with self.phase("checkpoint"):
             if unsaved is None:
                 self.save()
             else:
                 self.checkpoints.wait()
+        return unsaved
+
+    def _leave(self, reason: GracefulExit) -> None:
+        """Saves, and says where the next start goes on."""
+        unsaved = self._keep()
         # Another value begins anew, or at the checkpoint that it names, and the first save then removes later ones.
         needs = "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
         then = unsaved or f"saved after step {self.done}, the next start goes on there{needs}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
-from megatron_tlt.config.dims import rollout_replica
+from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
@@ -169,11 +169,11 @@ def _drafter_trainer(
 def _sharing(config: Config, world: World) -> HiddenStateSharing:
     """What replicas of the engine exchange after a merge."""
     online, tp = config.drafter.online, config.rollout.tp
-    replica, tp_rank = rollout_replica(world.rank, tp)
+    replica, _ = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
     is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
-    return HiddenStateSharing(replica, world.size // tp, tp, shared, tp_rank == 0)
+    return HiddenStateSharing(replica, world.size // tp, tp, shared, is_first_of_engine(world.rank, tp))
 
 
 def _starting_drafter(config: Config) -> DrafterModel:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.checkpoint.resume import resume_problems
-from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.config.actor import ActorSection, OptimizerSection
+from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.base import places
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.layout import check_hosts, resolve_device
 from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.data import UNREAD
 from megatron_tlt.config.planning.parameters import drafted_tokens
 from megatron_tlt.config.planning.report import fits_line, render_check
 from megatron_tlt.config.root import Config, TrainingConfig
@@ -201,23 +203,26 @@ def generation_problems(model: Path, prompts: Path, speculation: SpeculationSect
     return problems
 
 
-def without_training(config: Config, num_ranks: int) -> Config:
+def without_training(config: Config, reads_prompts: bool) -> Config:
     """For what has an engine and no policy update: evaluation, and the training of a drafter beforehand. They start
     from `model.path` on any number of ranks that `rollout.tp` divides; the memory plan, of a run, has no limit.
+
+    `reads_prompts`: whether `data.train` is read.
     """
     named = config.rollout.speculation.drafter_path is not None
     changes: dict[str, dict[str, object]] = {
         "model": {"megatron_path": None},
         "checkpoint": {"resume": "never"},
-        "algorithm": {"mini_batches": 1},
-        "train": {"prompts_per_step": num_ranks},
+        "train": {"num_steps": 0},
+        "data": {} if reads_prompts else {"train": UNREAD},
         "cluster": {"memory_gib": None, "host_memory_gib": math.inf},
         # A drafter that is not named is made from the policy, as in a run that trains it.
         "idle": {"train_drafter": config.idle.train_drafter and not named, "min_steps_per_window": 1},
     }
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     actor = ActorSection(router_replay=config.actor.router_replay)  # which the engine reads
-    return config.model_copy(update={**sections, "actor": actor})
+    unused = {"actor": actor, "algorithm": AlgorithmSection(), "optimizer": OptimizerSection()}
+    return config.model_copy(update={**sections, **unused})
 
 
 def read_model(field: str, path: str | Path) -> tuple[ModelConfig | None, list[ConfigProblem]]:

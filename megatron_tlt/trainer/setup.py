@@ -18,6 +18,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.idle.policy import IdlePolicy
@@ -143,11 +144,11 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
 
 def reward_pool(config: Config, world: World) -> RewardPool:
     """The reward functions on this rank, with heartbeats while it waits. Of an engine's ranks the first one judges,
-    with the workers of all; they import while it builds its engine.
+    with the workers and CPUs of all; they import while it builds its engine. Collective.
     """
     replica_size = config.rollout.tp
     section = config.rewards.model_copy(update={"workers": config.rewards.workers * replica_size})
-    pool = RewardPool(section, on_wait=world.heartbeat)
+    pool = RewardPool(section, world.heartbeat, engine_cpus(world, replica_size))
     if is_first_of_engine(world.rank, replica_size):
         pool.warm_up()
     return pool

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import context
 from pathlib import Path
@@ -56,11 +56,15 @@ class WorkerProcess(context.SpawnProcess):
             self.kill()
 
 
-def set_up(rank: int) -> None:
+def set_up(rank: int, cpus: Collection[int] = ()) -> None:
     """Makes this process a worker of the rank with process id `rank`: it dies with the rank, is a process group of its
     own, has one thread a library, no trace of MPI, and prints to stderr. Its multiprocessing forks.
+
+    `cpus`: those that it may run on; none: those of the rank.
     """
     die_with(rank)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     os.setsid()
     os.dup2(2, 1)  # prints of a user's function must not mix with the rank's own output
     for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:

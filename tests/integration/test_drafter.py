@@ -13,7 +13,6 @@ from megatron_tlt.drafters.checkpoint import load_drafter, read_about
 from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import run_ranks
 from tests.helpers.runs import TINY_WARM_UP, make_model, run_drafter, write_config
-from tests.helpers.tiny_drafters import export_drafter
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 

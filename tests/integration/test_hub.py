@@ -66,7 +66,7 @@ def test_a_run_by_names_equals_one_by_paths_and_goes_on_without_a_network(
     served.repositories["models/lab/tiny"] = Repository({"config.json": b"{}"})  # main has moved on
     served.asked.clear()
     _, said = run(served, cache, "train", config, "train.num_steps=2", ranks=2, HF_HUB_OFFLINE="1")
-    assert f"model.path = lab/tiny: commit {commit}, as in the run's config.json" in said
+    assert f"model.path = lab/tiny: commit {commit}, as recorded" in said
     run(served, cache, "export", config, "--out", tmp_path / "exported")
     assert (tmp_path / "exported/tokenizer.json").is_file()
     assert not served.fetched("")

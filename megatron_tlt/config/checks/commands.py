@@ -22,6 +22,14 @@ def check_held_out(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("data.eval", None, "is required: this command measures on held-out prompts")
 
 
+def check_base(config: Config) -> Iterator[ConfigProblem]:
+    """`eval`, `drafter train` and `drafter eval` read the weights of `model.path` alone."""
+    lora = config.actor.lora
+    if lora is not None and lora.adapter_path is not None:
+        allowed = "must be null here: the model is measured without it. Name a merged export in model.path"
+        yield ConfigProblem("actor.lora.adapter_path", lora.adapter_path, allowed)
+
+
 def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
     """`drafter train` and `drafter eval` read the policy's hidden states."""
     if not CAPABILITIES[config.rollout.backend].reads_responses:

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Literal
 
-from megatron_tlt.config.actor import LORA_TARGETS, MLP_TARGETS
+from megatron_tlt.config.actor import LORA_TARGETS, MLP_TARGETS, ActorSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, TrainingConfig
@@ -38,12 +38,21 @@ def check_world(config: TrainingConfig, num_ranks: int, device: Device | None) -
         yield ConfigProblem("actor.sequence_parallel", True, "needs actor.tp > 1")
     if device == "cpu" and actor.layer_spec == "transformer_engine":
         yield ConfigProblem("actor.layer_spec", actor.layer_spec, "must be 'auto' or 'local' on CPU")
+    elif device == "cpu" or actor.layer_spec == "local":
+        yield from _local_recompute(actor)
     if device == "cpu" and actor.distributed_optimizer == "on":
         allowed = "must be 'auto' or 'off' on CPU (its checkpoints need apex or Transformer Engine)"
         yield ConfigProblem("actor.distributed_optimizer", "on", allowed)
     elif actor.distributed_optimizer == "on" and config.optimizer.name != "adam":
         yield ConfigProblem("actor.distributed_optimizer", "on", "works with optimizer.name = adam only")
     yield from check_nodes(config, "actor.tp", actor.tp)
+
+
+def _local_recompute(actor: ActorSection) -> Problems:
+    """Selective recompute of nothing but norms, which only Transformer Engine's layers compute again."""
+    if actor.recompute == "selective" and set(actor.recompute_modules) == {"layernorm"}:
+        allowed = "must have 'mlp_act' or 'mlp' with megatron's local layers, which keep their norms"
+        yield ConfigProblem("actor.recompute_modules", actor.recompute_modules, allowed)
 
 
 _ENGINE_OF_CP = "1.10"  # Transformer Engine from which on its p2p attention takes packed sequences

@@ -7,7 +7,7 @@ import re
 from megatron_tlt.config.actor import MLP_TARGETS, LoraSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.data import PromptSourceConfig, RewardConfig
+from megatron_tlt.config.data import UNREAD, PromptSourceConfig, RewardConfig
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
@@ -60,11 +60,11 @@ def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
 
 def check_data(config: Config) -> Problems:
     """Sources name what they need; evaluation has somewhere to come from."""
+    for path, source in config.data.sources:
+        yield from _check_source(path, source, config.env is not None)
     train, held_out = config.data.train, config.data.eval
-    yield from _check_source("data.train", train, config.env is not None)
-    if held_out is None:
+    if held_out is None or train is UNREAD:
         return
-    yield from _check_source("data.eval", held_out, config.env is not None)
     if train.kind in ("tasks", "env") and held_out == train:
         allowed = "must differ from data.train.seed, or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.seed", held_out.seed, allowed)

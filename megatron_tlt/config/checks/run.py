@@ -94,19 +94,24 @@ def _check_rl(
     max_positions: int | None,
 ) -> list[ConfigProblem]:
     """What fine-tuning does not have; see `check_config`."""
-    return [
+    found = [
         *check_rollout(config, shape, num_ranks, device),
         *check_speculation(config.rollout.speculation, has_drafter=config.idle.train_drafter),
         *check_idle(config, shape, num_ranks, device),
-        *check_pre_rollouts(config),
         *check_backend(config, shape, device),
-        *check_batch(config, num_ranks),
         *check_context(config, max_positions),
-        *check_algorithm(config),
-        *check_teacher(config, shape),
         *check_data(config),
         *check_rewards(config),
         *check_env(config),
+    ]
+    if not config.trains:
+        return found
+    return [
+        *found,
+        *check_pre_rollouts(config),
+        *check_batch(config, num_ranks),
+        *check_algorithm(config),
+        *check_teacher(config, shape),
         *check_carry_over(config),
         *check_watchdog(config),
     ]

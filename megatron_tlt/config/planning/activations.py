@@ -7,9 +7,9 @@ micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, 
 * A decoder layer keeps for backward, as Korthikanti et al., arXiv 2205.05198, section 4, count GPT's, here for GQA,
   SwiGLU and attention without an A*T*T term: `T*e*(4H/s + (5A + 4K)*d/t + 3F/t)`. Each of two norms has its input and
   its output, on CPU in bf16 also twice in fp32; 5A + 4K is 3A + 3K without norms of queries and keys.
-* Selective recompute: with `layernorm` no output of a norm is kept (CUDA), with `mlp_act` no activation, with `mlp`
-  nothing of the MLP; full recompute (section 5): `T*e*H/s` a layer. What one layer computes again exists during its
-  backward pass, with its gradients.
+* Selective recompute: with `layernorm` no output of a norm is kept (`layer_spec: transformer_engine`), with `mlp_act`
+  no activation, with `mlp` nothing of the MLP; full recompute (section 5): `T*e*H/s` a layer. What one layer computes
+  again exists during its backward pass, with its gradients.
 * Experts, in the MLP's place: `R*e*(H + 4*G)` of R = 2*k*T/s rows, twice the even share (an assumption), four fp32
   tables of the router, and the shared expert's MLP.
 * 1F1B keeps pp - stage micro-batches alive on a stage (section 4.2.3).
@@ -45,13 +45,15 @@ def activation_bytes(
 ) -> int:
     """Bytes that an update takes on one rank of a stage beside its state, or a teacher's forward if that is more."""
     actor = config.actor
+    engine = device == "cuda" and actor.layer_spec == "transformer_engine"  # auto may mean the local layers
     part = _Part(
         tokens=micro_batch_tokens(config),
         element=element_bytes(actor.dtype),
         tp=dims.tp,
         sequence=dims.tp if actor.sequence_parallel else 1,
         cp=dims.cp,
-        gathers=actor.cp_comm(device == "cuda" and actor.layer_spec == "transformer_engine") == "all_gather",
+        gathers=actor.cp_comm(engine) == "all_gather",
+        redoes_norms=engine,
         mask_rows=config.longest_trained / (2 * dims.cp),
         device=device,
         merged=merged_bytes(config, shape, dims),
@@ -84,6 +86,7 @@ class _Part:
     sequence: int  # s
     cp: int  # c
     gathers: bool  # context parallel attention gathers keys and values
+    redoes_norms: bool  # where `layernorm` is to be computed again
     mask_rows: float  # of a mask
     device: Device
     merged: int  # bytes of a weight that is merged with its adapters; 0: there are none
@@ -105,7 +108,7 @@ class _Part:
         inner = 0 if "mlp" in redone else 2 if "mlp_act" in redone else 3
         width = shape.shared_expert_intermediate_size if has_experts else shape.intermediate_size
         wide = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim + inner * width
-        norms = 2 * self.norm - 2 * ("layernorm" in redone and self.device == "cuda")
+        norms = 2 * self.norm - 2 * ("layernorm" in redone and self.redoes_norms)
         kept = norms * self.stream(shape) + self.tokens * self.element * wide / self.tp
         if not has_experts or "mlp" in redone:
             return kept

@@ -54,7 +54,7 @@ def test_a_sharp_in_quotes_or_within_a_word_is_text(text, value):
 
 
 def test_a_mapping_of_an_override_merges_as_in_a_file(tmp_path):
-    """Also into free dictionaries and elements of lists; lists and null replace."""
+    """Also into free dictionaries; lists, their elements, null and an empty map replace."""
     tasks = [{"name": "t", "params": {"a": 1}}]
     base = BASE | {
         "rollout": {"tp": 2, "stop": ["x", "y"]},
@@ -67,7 +67,13 @@ def test_a_mapping_of_an_override_merges_as_in_a_file(tmp_path):
     assert config == build_config(base, [str(file)])
     assert (config.rollout.tp, config.rollout.stop, config.data.system_prompt) == (2, ("z",), None)
     assert config.data.chat_template_kwargs == {"a": 1, "b": 2}
-    assert build_config(base, ["data.train.tasks.0={params: {b: 2}}"]).data.train.tasks[0].params == {"a": 1, "b": 2}
+    (task,) = build_config(base, ["data.train.tasks.0={name: u, weight: 2}"]).data.train.tasks
+    assert (task.name, task.weight, task.params) == ("u", 2.0, {})
+    empty = write(tmp_path, "empty.yaml", "data: {chat_template_kwargs: {}}\n")
+    for over in ("data.chat_template_kwargs={}", str(empty)):
+        assert build_config(base, [over]).data.chat_template_kwargs == {}
+    inherits = write(tmp_path, "inherits.yaml", "defaults: [over.yaml]\n")
+    assert build_config(base, [str(inherits)]) == config, "a file without values of its own changes nothing"
     assert problems(base, "optimizer=null")["optimizer"] == "must be mapping"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import socket
@@ -20,6 +21,7 @@ from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.hub import (
@@ -32,7 +34,9 @@ from megatron_tlt.data.hub import (
     with_names,
 )
 from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.drafters.state_file import drafter_state_writer
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.trainer.drafter_training import _STATE, training_settings
 from megatron_tlt.trainer.run_record import write_config
 from tests.helpers import thread_ranks
 from tests.helpers.hub_server import Hub, Repository, serving
@@ -249,9 +253,11 @@ def test_evaluations_measure_the_models_that_are_named_on_the_rows_of_the_run(
     options = ["--drafter", str(tmp_path)] if command == "drafter eval" else []
     assert main([*command.split(), str(ROOT / "configs/quickstart.yaml"), *options, *settings]) == 0
     (config,) = measured
-    for name, path in (("policy", config.model.path), ("drafter", config.rollout.speculation.drafter_path)):
+    served = config.rollout.speculation.drafter_path
+    for name, path in {"policy": config.model.path, **({} if options else {"drafter": served})}.items():
         assert Path(str(path)).name == hub.repositories[f"models/a/{name}"].commit
-    assert (config.data.train, config.data.eval) == (local.data.train, local.data.eval)
+    assert config.data.eval == local.data.eval
+    assert config.data.train.path == "a/rows" and (served == "a/drafter") == bool(options), "what is not read stays"
 
 
 def test_a_drafter_of_generate_may_be_a_name(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +277,25 @@ def test_a_drafter_of_the_command_line_may_be_a_name(
 ) -> None:
     hub.repositories["models/a/drafter"] = Repository(DRAFTER)
     read: list[Path] = []
+
+    def stopped(config: Config, world: SingleProcess, args: argparse.Namespace) -> None:
+        read.append(args.drafter)
+        if action == "train":
+            write_config(config, args.out / UNFINISHED)
+            settings = training_settings(config, args.drafter, 1)
+            drafter_state_writer({"settings": settings})(args.out / UNFINISHED / _STATE)
+
     monkeypatch.setattr(drafter, "run_on_every_rank", lambda section, threads, start: start(ALONE) or 0)
-    monkeypatch.setattr(drafter, f"_{action}", lambda config, world, args: read.append(args.drafter))
+    monkeypatch.setattr(drafter, f"_{action}", stopped)
     command = ["drafter", action, str(ROOT / "configs/quickstart.yaml"), "--out", str(tmp_path / "out")]
     assert main([*command, "--drafter", "a/drafter"]) == 0
     assert [path.name for path in read] == [hub.repositories["models/a/drafter"].commit]
     assert (read[0] / "pytorch_model.bin").is_file()
+    moved = hub.repositories["models/a/drafter"] = Repository(DRAFTER | {"config.json": b"{}"})
+    for more in ([], ["checkpoint.resume=never"]):
+        assert main([*command, "--drafter", "a/drafter", *more]) == 0
+    expected = [read[0].name if action == "train" else moved.commit, moved.commit]
+    assert [path.name for path in read[1:]] == expected, "what goes on has the commit that it began with"
 
 
 def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, tmp_path: Path) -> None:

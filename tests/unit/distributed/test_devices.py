@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from megatron_tlt.distributed.devices import choose_device, refuse_shared_gpus
+from megatron_tlt.distributed.devices import check_gpus, choose_device
 from megatron_tlt.errors import DistributedError
 
 
@@ -39,10 +39,16 @@ def test_auto_does_not_fall_to_the_cpu_beside_a_gpu(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_host_ranks_and_remedies():
-    refuse_shared_gpus(["a", "a", "b"], ["GPU-1", "GPU-2", "GPU-3"])  # also where each sees one, as device 0
-    refuse_shared_gpus(["a", "a", "b"], [None] * 3)
+    check_gpus(["a", "a", "b"], ["GPU-1", "GPU-2", "GPU-3"])  # also where each sees one, as device 0
+    check_gpus(["a", "a", "b"], [None] * 3)
     with pytest.raises(DistributedError, match=r"ranks 0, 2, 3 on b see 2 GPU.*-n 2.*distributed\.device=cpu"):
-        refuse_shared_gpus(["b", "a", "b", "b"], ["GPU-1", "GPU-4", "GPU-2", "GPU-1"])
+        check_gpus(["b", "a", "b", "b"], ["GPU-1", "GPU-4", "GPU-2", "GPU-1"])
+
+
+def test_ranks_without_a_gpu_beside_others_with_one_are_refused_with_their_hosts():
+    """As of one node whose container was started without GPUs."""
+    with pytest.raises(DistributedError, match=r"ranks on b, c see no GPU, and others do.*distributed\.device=cpu"):
+        check_gpus(["a", "b", "b", "c"], ["GPU-1", None, None, None])
 
 
 def test_gpus_are_hidden_before_anything_asks_for_them():

@@ -20,6 +20,7 @@ from megatron_tlt.envs.process import EnvWorker
 from megatron_tlt.errors import ConfigError, EnvError
 from megatron_tlt.types import Prompt, TurnResult
 from megatron_tlt.workers.process import WorkerProcess
+from tests.helpers.bound import to_one_cpu
 from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_envs.py"
@@ -97,6 +98,12 @@ def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
         play(turns, {0: "a", 1: "a"}, 0)
         second = play(turns, {0: "b", 1: "truncated"}, 1)
         assert (second[0].ended, second[1].ended) == ("max_turns", "cut")
+
+
+def test_workers_of_a_bound_rank_run_on_the_cpus_that_they_are_given() -> None:
+    section = EnvSection(path=f"{USER}:Act", max_turns=9)
+    with to_one_cpu() as cpus, closing(EnvironmentPool(section, cpus=cpus)) as pool:
+        assert text_of(play(pool.trajectories(Letters()), {0: "cpus"}, 0)[0]) == str(len(cpus))
 
 
 def test_every_kind_of_failure_ends_its_trajectory_only() -> None:

@@ -18,6 +18,7 @@ import pytest
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+from tests.helpers.bound import to_one_cpu
 from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_rewards.py"
@@ -134,6 +135,11 @@ def test_workers_know_nothing_of_mpi_or_torch_and_have_one_thread(monkeypatch: p
         monkeypatch.delenv(name, raising=False)
     with pool_of() as pool:
         assert [r.value for r in results(pool, ["launcher", "torch", "tasks"])] == [0.0, 0.0, 1.0]
+
+
+def test_workers_of_a_bound_rank_run_on_the_cpus_that_they_are_given() -> None:
+    with to_one_cpu() as cpus, pool_of(cpus=cpus) as pool:
+        assert results(pool, ["cpus"])[0].value == len(cpus)
 
 
 def test_what_a_hung_function_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

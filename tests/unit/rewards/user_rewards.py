@@ -75,6 +75,7 @@ BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "quit": lambda: os._exit(7),
     "crash": lambda: ctypes.string_at(0),
     "pid": os.getpid,
+    "cpus": lambda: len(os.sched_getaffinity(0)),
     "tasks": lambda: len(os.listdir("/proc/self/task")),
     "launcher": lambda: sum(name.startswith(("PMI_", "SLURM_", "OMPI_")) for name in os.environ),
     "torch": lambda: float("torch" in sys.modules or "mpi4py" in sys.modules),

@@ -159,6 +159,19 @@ def test_first_come_first_served():
     assert order == [0, 1, 2, 3, 4, 5]
 
 
+def test_prompts_that_an_engine_takes_are_admitted_at_once():
+    """Else they would wait here for blocks of running requests, while another replica has room."""
+    engine = fake_engine(num_blocks=12, block_size=4, max_running=64)
+    taken = 0
+    for _ in range(12):
+        while engine.has_room:
+            engine.add([1], SamplingParams(max_tokens=6, ignore_eos=True), taken)
+            taken += 1
+        engine.step()
+        assert not engine.scheduler._waiting
+    assert taken >= 12 and engine.scheduler.num_preemptions == 0
+
+
 def test_the_latest_arrival_is_preempted():
     engine = fake_engine()
     for i in range(3):

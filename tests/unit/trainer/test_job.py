@@ -132,14 +132,17 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
     assert job.ended == [(False, "ended by a signal after step 3 of 4; not good; the next start begins anew")]
 
 
+@pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize("error", [TrainingError, UnjudgedError, OpeningError])
-def test_training_that_cannot_go_on_ends_once_the_save_under_way_is_done(tmp_path, error):
+def test_an_error_of_every_rank_leaves_the_last_finished_step_saved(tmp_path, error, good):
     class Lost(Counting):
-        def save_if_due(self) -> None:
-            super().save_if_due()
-            raise error("no group has a gradient")
+        def step(self) -> None:
+            super().step()
+            if self.count == 3:
+                raise error("no group has a gradient")
 
-    job = Lost(tmp_path, Kept(), Signals())
+    job = Lost(tmp_path, kept := Kept(), Signals(), good=good)
     with pytest.raises(error):
         job.run()
-    assert job.checkpoints.is_waited_for and not job.finished
+    assert kept.state == ({"count": 3} if good else None) and not job.finished
+    assert kept.is_waited_for is not good, "a save under way would end with the process"

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
+from megatron_tlt.cli.drafter import _read_part
+from megatron_tlt.config.checks.commands import check_base
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.data.hub import names_of
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
@@ -81,6 +84,10 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
     ("ranks", "overrides", "problem"),
     [
         *((ranks, [], None) for ranks in (1, 2, 6)),
+        (2, ["optimizer.schedule=cosine", "optimizer.warmup_steps=99999"], None),
+        (2, ["algorithm.name=distill"], None),
+        (2, ["rollout.samples_per_prompt=1", "rollout.temperature=0", "algorithm.overlong_buffer=99999"], None),
+        (2, ["data.train={kind: jsonl, path: null, answer_pattern: '('}"], None),
         (6, ["rollout.tp=4"], "rollout.tp"),
         (2, ["rollout.kv_cache_mib=1"], "rollout.kv_cache_mib"),
         (2, ["rollout.graph_memory_mib=1"], "rollout.graph_memory_mib"),
@@ -91,8 +98,36 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
 def test_an_evaluation_has_no_rules_of_training(ranks, overrides, problem):
     """On a recipe's GPU, too, which is not filled by an update; the engine's own rules hold."""
     recipe = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", overrides)
-    found = find_problems(without_training(recipe, ranks), None, ranks, "cuda")
+    found = find_problems(without_training(recipe, reads_prompts=False), None, ranks, "cuda")
     assert [p.path for p in found] == ([] if problem is None else [problem])
+
+
+def test_an_evaluation_fetches_neither_teacher_nor_training_prompts_and_refuses_an_adapter():
+    distill = ["algorithm.name=distill", "algorithm.teacher=a/teacher", "actor.lora.adapter_path=adapter"]
+    recipe = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", distill)
+    read = {prompts: without_training(recipe, reads_prompts=prompts) for prompts in (True, False)}
+    fields = {prompts: [named.field for named in names_of(config)] for prompts, config in read.items()}
+    assert fields == {
+        True: ["model.path", "data.train.path", "data.eval.path"],
+        False: ["model.path", "data.eval.path"],
+    }
+    assert [problem.path for problem in check_base(recipe)] == ["actor.lora.adapter_path"]
+    assert not list(check_base(build_config({"model": {"path": "m"}}, ["actor.lora.rank=8"])))
+
+
+def test_a_training_of_a_drafter_reads_no_rewards_and_prompts_only_to_generate():
+    overrides = ["rewards.functions=[]", "rollout.speculation.drafter_path=a/drafter"]
+    for more, action, generates in (
+        ([], "train", True),
+        ([], "eval", False),
+        (["drafter.responses_path=responses.jsonl"], "train", False),
+    ):
+        recipe = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", [*overrides, *more])
+        read = _read_part(recipe, SimpleNamespace(action=action))
+        assert not find_problems(read, None, 1, "cuda")
+        assert [named.field for named in names_of(read)] == [
+            "model.path", *["data.train.path"] * generates, "data.eval.path",
+        ]  # fmt: skip
 
 
 def test_what_is_not_on_this_machine_is_a_problem_unless_it_is_elsewhere():

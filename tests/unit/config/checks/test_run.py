@@ -277,6 +277,13 @@ def test_checks_of_the_device(override, device):
     assert path in paths(override, f"distributed.device={device}"), "the config's own word counts as well"
 
 
+def test_local_layers_compute_no_norm_again():
+    norms, at = ["actor.recompute=selective", "actor.recompute_modules=[layernorm]"], "actor.recompute_modules"
+    assert paths(*norms, device="cpu") == paths(*norms, "actor.layer_spec=local") == {at}
+    assert paths(*norms, device="cuda") == paths(*norms) == set(), "auto may mean Transformer Engine's"
+    assert paths(norms[0], device="cpu") == paths(norms[1], device="cpu") == set()
+
+
 def test_a_trained_drafter_needs_cache_too():
     fits = ["rollout.kv_cache_mib=1", "data.max_prompt_tokens=224"]  # 480 tokens of 2 KiB in four layers
     eagle = ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d"]

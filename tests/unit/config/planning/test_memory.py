@@ -359,6 +359,12 @@ def test_layers_that_only_the_run_will_know_are_planned_as_the_larger_ones():
         config = config_of("actor.cp=8", "actor.micro_batch_tokens=32768", f"actor.layer_spec={spec}")
         found[spec] = estimate_memory(config, shape, 8, "cuda")[0].parts["activations"]
     assert found["auto"] == found["local"] > 1.05 * found["transformer_engine"]
+    again = "actor.recompute=selective", "actor.recompute_modules=[layernorm,mlp]", "actor.layer_spec={}"
+    for spec in found:
+        config = config_of(*(override.format(spec) for override in again))
+        found[spec] = estimate_memory(config, shape, 1, "cuda")[0].parts["activations"]
+    norms = 28 * 2 * 2 * 3584 * 4096  # of each layer the outputs, in bf16
+    assert found["auto"] == found["local"] > 0.9 * norms + found["transformer_engine"]
 
 
 def test_invariant_numerics_plan_the_sums_of_their_splits():
