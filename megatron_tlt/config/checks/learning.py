@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 
-from megatron_tlt.config.actor import MLP_TARGETS, LoraSection, OptimizerSection
+from megatron_tlt.config.actor import MLP_TARGETS, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.data import UNREAD, PromptSourceConfig, RewardConfig
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.planning.parameters import total_parameters
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 FULL_TRAINING_LR = 5e-6  # the recipes that train all weights have 5e-7 to 1e-6, reports up to 5e-6
+HIGHEST_RL_LR = 5e-5  # of all weights: GRPO of a model of 135M parameters learns at 2e-5, and not at 5e-5 or 2e-4
+SMALL_MODEL = 50_000_000  # parameters: smaller models learn at higher rates
 # Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
 
@@ -179,13 +182,23 @@ def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device:
         yield ConfigProblem("actor.lora.rank", lora.rank, allowed)
 
 
-def learning_rate_warning(optimizer: OptimizerSection, lora: LoraSection | None) -> str | None:
-    """The warning where the learning rate looks like one of full training; None where it does not."""
-    if lora is None or optimizer.name != "adam" or optimizer.lr >= FULL_TRAINING_LR:
+def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | None) -> str | None:
+    """The warning where the learning rate is far below or above what trains such a model; None where it is not.
+
+    High ones are looked for in RL alone, and not in small models: fine-tuning and small models take higher ones.
+    """
+    optimizer, lora = config.optimizer, config.actor.lora
+    if optimizer.name != "adam":
+        return None
+    given = f"optimizer.lr = {optimizer.lr:g} is"
+    if lora is not None and optimizer.lr < FULL_TRAINING_LR:
+        return f"{given} usual for full training; adapters learn with about ten times as much ({10 * optimizer.lr:g})"
+    most, what = (HIGHEST_RL_LR, "all") if lora is None else (10 * HIGHEST_RL_LR, "adapters")
+    if config.rl is None or shape is None or optimizer.lr <= most or total_parameters(shape) < SMALL_MODEL:
         return None
     return (
-        f"warning: optimizer.lr = {optimizer.lr:g} is usual for full training; adapters learn with about ten times as "
-        f"much ({10 * optimizer.lr:g})"
+        f"{given} high for RL of {what} of {total_parameters(shape):.3g} parameters, usually 1e-6 to {most:g}: the "
+        "policy may lose what it knows in a few steps. The 2e-4 of configs/quickstart.yaml is for 2.4M parameters"
     )
 
 

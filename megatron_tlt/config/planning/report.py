@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_tlt.config.checks.layout import Device, resolve_device
-from megatron_tlt.config.checks.learning import learning_rate_warning
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
@@ -53,7 +52,7 @@ def render_check(
 
 
 def _adapters(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:
-    """The share of the model that adapters train, and a learning rate that does not fit them."""
+    """The share of the model that adapters train."""
     lora = config.actor.lora
     if lora is None:
         return []
@@ -61,8 +60,7 @@ def _adapters(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[
     if shape is not None:
         count = sum(adapter_parameters(shape, lora, Dims.fit(1, tp=1, pp=1), 0))
         lines.append(f"  {count:.3g} of {total_parameters(shape):.3g} parameters")
-    warning = learning_rate_warning(config.optimizer, lora)
-    return lines if warning is None else [*lines, f"  {warning}"]
+    return lines
 
 
 def fits_line(config: TrainingConfig, shape: ArchitectureConfig | None, num_ranks: int) -> str:

@@ -180,6 +180,28 @@ def test_a_kl_term_without_gradient_is_a_warning_of_check():
     assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
 
 
+@pytest.mark.parametrize(
+    ("lr", "vocab_size", "actor", "says"),
+    [
+        (2e-4, 1_000_000, {}, "0.0002 is high for RL of all of 1.28e+08 parameters, usually 1e-6 to 5e-05"),
+        (2e-5, 1_000_000, {}, None),
+        (2e-4, 288, {}, None),
+        (2e-4, 1_000_000, {"lora": {"rank": 8}}, None),
+        (1e-3, 1_000_000, {"lora": {"rank": 8}}, "0.001 is high for RL of adapters of 1.28e+08 parameters"),
+        (1e-6, 288, {"lora": {"rank": 8}}, "1e-06 is usual for full training; adapters learn with about ten times as"),
+    ],
+)
+def test_a_learning_rate_that_does_not_fit_the_model_is_a_warning(lr, vocab_size, actor, says):
+    """Of `check`, and of a start, which logs the same list; of fine-tuning only where it is too low for adapters."""
+    model = {"path": "not/here", "architecture": ARCHITECTURE | {"vocab_size": vocab_size}}
+    config = make(model=model, optimizer={"lr": lr}, actor=actor)
+    found = [text for text in input_warnings(config, "cpu") if text.startswith("optimizer.lr = ")]
+    assert [f"optimizer.lr = {says}" in text for text in found] == ([] if says is None else [True])
+    assert all(f"\nwarning: {text}\n" in check_report(config, 1, elsewhere=True) for text in found)
+    sft = SftConfig.model_validate({"model": model, "optimizer": {"lr": lr}, "sft": {"train_path": "t", "out": "o"}})
+    assert not any("high for RL" in text for text in input_warnings(sft, "cpu"))
+
+
 def test_an_environment_is_played_before_a_run():
     own = {"functions": [{"name": "python", "path": f"{REWARDS}:good"}]}
     report = check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}, rewards=own), 4)
