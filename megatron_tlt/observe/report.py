@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_tlt.config.data import is_of_unknown_scale
+from megatron_tlt.observe.equal_rewards import equal_rewards_warning
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
 from megatron_tlt.observe.report_charts import charts_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
@@ -31,7 +32,8 @@ def run_page(run: RunData) -> Page:
         _samples(run),
         PageSection("Settings", [Table(["field", "value"], [(f, cut_value(v)) for f, v in settings(run)], wide=True)]),
     ]
-    page.warnings = run.warnings
+    equal = equal_rewards_warning(run.steps, run.config.get("algorithm", {}).get("name", ""), run.samples)
+    page.warnings = [*run.warnings, *([] if equal is None else [equal])]
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     page.footer = f"{run.run_dir.resolve()} · written {now} by megatron-tlt report"
     return page

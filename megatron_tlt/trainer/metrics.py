@@ -13,6 +13,7 @@ from rich.console import Console
 
 from megatron_tlt.config.dims import is_first_of_engine
 from megatron_tlt.observe.curves import curve_attrs, parked_spans
+from megatron_tlt.observe.equal_rewards import EqualRewards
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back, cut_back_ranks, rank_file
 from megatron_tlt.observe.log import enter_phase
@@ -85,6 +86,7 @@ class RunMetrics:
         self._started = self._step_started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._acceptance = AcceptanceMonitor()
+        self._equal_rewards = EqualRewards(config.algorithm.name)
         self._may_warn_of_threshold = world.is_main and config.rewards.is_of_unknown_scale
 
     def start(self) -> None:
@@ -175,13 +177,7 @@ class RunMetrics:
         row |= _phase_times(all_phases) | values_of([of_rank for _, of_rank, _ in gathered])
         row |= {"time/step": seconds} | _rollout_rates(row, all_phases)
         row |= _acceptance(row) | _stop_time(row)
-        for warning in self._acceptance.check(row):
-            if self.world.is_main:
-                _log.warning(warning)
-            self._progress.note(f"warning: {warning}")
-        if self._may_warn_of_threshold and (unreached := threshold_warning(row)) is not None:
-            self._may_warn_of_threshold = False
-            _log.warning(unreached)
+        self._warn(row, groups)
         for name in _SUMMED:
             self._totals[name] += row.get(name, 0.0)
         if self._metrics is not None:
@@ -190,6 +186,19 @@ class RunMetrics:
             self._rollouts.write_rows(step, step_row([of_rank for *_, of_rank in gathered]))
         self._log_responses(step, groups, scored)
         self._progress.step_done(step, row)
+
+    def _warn(self, row: Mapping[str, float], groups: Sequence[SampleGroup]) -> None:
+        """Logs what the metrics of a step show to be wrong."""
+        for warning in self._acceptance.check(row):
+            if self.world.is_main:
+                _log.warning(warning)
+            self._progress.note(f"warning: {warning}")
+        if self._may_warn_of_threshold and (unreached := threshold_warning(row)) is not None:
+            self._may_warn_of_threshold = False
+            _log.warning(unreached)
+        equal = self._equal_rewards.check(row, sample_rows(groups, 1, turns_of=self._turns_of))
+        if equal is not None and self.world.is_main:
+            _log.warning(equal)
 
     def _counters(self, of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
         """Of an engine, on its first rank, and this rank's waits for environments."""

@@ -162,6 +162,15 @@ def test_of_many_samples_a_step_those_of_every_step_are_shown_in_pairs(tmp_path)
     assert shown == {(step, prompt): 2 for step in range(1, 12) for prompt in range(2)}
 
 
+def test_rewards_that_teach_nothing_are_named_at_the_top(tmp_path):
+    run = read_run(configure(write_run(tmp_path / "r", steps=4), algorithm={"name": "grpo"}))
+    assert run_page(run).warnings == []
+    for row in run.steps[1:]:
+        row["reward/equal_groups"] = 1.0
+    (warning,) = run_page(run).warnings
+    assert "equal rewards in the last 3 steps" in warning and f"reward {run.samples[-1]['reward']}." in warning
+
+
 def test_a_run_before_its_first_step(tmp_path):
     folder = write_run(tmp_path / "r", steps=0, num_steps=5)
     page = run_page(read_run(folder))

@@ -130,6 +130,20 @@ def test_failures_and_responses_of_groups_that_are_not_trained_on_are_logged(
     assert "2 of 4 trajectories ended without an answer" in caplog.text
 
 
+def test_rewards_that_teach_nothing_are_logged_by_one_rank_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, sample = Prompt(0, "q", (1,), "2+2?", answer="4"), Sample(0, 0, [5], [0.0], "it is 4", "stop", 0)
+    groups = [SampleGroup(prompt, [sample], [RewardResult(0.0, False)])]
+    for rank in range(2):
+        with closing(metrics_of(tmp_path / str(rank), rank=rank)) as metrics:
+            metrics.start()
+            for _ in range(4):
+                metrics.log({"reward/equal_groups": 1.0}, EngineStats(), groups, groups, {})
+    assert [r.message for r in caplog.records if "prompt '2+2?', answer '4', response 'it is 4'" in r.message] != []
+    assert len(caplog.records) == 1
+
+
 def test_the_last_tables_show_a_run_directory_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

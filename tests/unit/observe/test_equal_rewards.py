@@ -1,0 +1,34 @@
+"""Rewards that are equal for all responses to a prompt are named, once."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_tlt.observe.equal_rewards import EqualRewards, equal_rewards_warning
+
+EQUAL = {"reward/equal_groups": 1.0, "update/skipped_share": 1.0}
+SAMPLE = {"prompt": "1 + 1?\n", "answer": "2", "response": "a" * 100 + "b" * 100, "reward": 0.0}
+
+
+def test_the_warning_comes_once_and_again_after_a_step_with_a_gradient() -> None:
+    monitor, other = EqualRewards("grpo"), EQUAL | {"reward/equal_groups": 0.9}
+    rows = [EQUAL, EQUAL, EQUAL, EQUAL, other, EQUAL, EQUAL, EQUAL]
+    said = [monitor.check(row, [SAMPLE]) for row in rows]
+    assert [text is not None for text in said] == [False, False, True, False, False, False, False, True]
+    quoted = f"prompt '1 + 1?\\n', answer '2', response '{'a' * 80} ... {'b' * 80}', reward 0.0."
+    assert said[2] is not None and "in the last 3 steps" in said[2] and quoted in said[2]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "is_warned"),
+    [
+        ("dapo", {"reward/equal_groups": 1.0, "update/skipped_share": 0.0}, True),
+        ("grpo", {"policy/empty_step": 1.0}, False),
+        ("reinforce_pp", EQUAL, True),
+        ("reinforce_pp", {"reward/equal_groups": 1.0, "update/skipped_share": 0.0}, False),
+        ("distill", EQUAL, False),
+    ],
+)
+def test_only_rewards_that_an_algorithm_learns_nothing_from_are_named(algorithm, row, is_warned) -> None:
+    """A KL in the loss has a gradient all the same; without a response there is nothing to quote."""
+    assert (equal_rewards_warning([row] * 3, algorithm, []) is not None) == is_warned
