@@ -42,6 +42,7 @@ _SHOWN = (
     ("aborted", "env/failures", "{:.0f}"),
     ("idle rank-s", "idle/seconds", "{:.1f}"),
     ("recovered rank-s", "idle/recovered_seconds", "{:.1f}"),
+    ("pre-rolled rank-s", "pre_rollout/seconds", "{:.1f}"),
 )
 
 

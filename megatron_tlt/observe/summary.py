@@ -51,6 +51,8 @@ class RunSummary:
     """Rank seconds between a rank's last response and the last one of all, over all steps."""
     recovered_seconds: float = 0.0
     """Of these, spent training the drafter."""
+    pre_rolled_seconds: float = 0.0
+    """Of these, spent decoding the next steps' prompts ahead."""
     drafter_steps: int = 0
     """Optimizer steps of the drafter over all ranks."""
     before: Accuracy | None = None
@@ -95,10 +97,11 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}"
     idle = [f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions)]
     yield "idle share of the run", shortened(idle, separator="  ")
-    if summary.idle_seconds:
-        share = summary.recovered_seconds / summary.idle_seconds
-        text = f"{summary.idle_seconds:.1f} s idle, {summary.recovered_seconds:.1f} s recovered ({share:.0%})"
-        yield "drafter training in idle time", f"{text}, {summary.drafter_steps} steps"
+    if idle := summary.idle_seconds:
+        yield "idle rank-seconds", f"{idle:.1f}"
+        trained, pre_rolled = summary.recovered_seconds, summary.pre_rolled_seconds
+        yield "  recovered: drafter training", f"{trained:.1f} ({trained / idle:.0%}), {summary.drafter_steps} steps"
+        yield "  pre-rolled the next steps", f"{pre_rolled:.1f} ({pre_rolled / idle:.0%})"
 
 
 def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:

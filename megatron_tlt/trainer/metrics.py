@@ -52,7 +52,7 @@ _TURN_COUNTERS = ("turns", "given_tokens", "prefill_steps")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "accepted_tokens", "emitted_tokens")
 _PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
-_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "drafter/steps")
+_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "pre_rollout/seconds", "drafter/steps")
 _SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
 
@@ -252,7 +252,7 @@ class RunMetrics:
             paths["TensorBoard"] = self._run_dir / TENSORBOARD_DIR
         if checkpoint is not None:
             paths["checkpoint"] = checkpoint
-        tokens, idle, recovered, drafter_steps = (self._totals[name] for name in _SUMMED)
+        tokens, idle, recovered, pre_rolled, drafter_steps = (self._totals[name] for name in _SUMMED)
         summary = RunSummary(
             num_steps=self._config.train.num_steps - self._first_step,
             seconds=seconds,
@@ -262,6 +262,7 @@ class RunMetrics:
             idle_fractions=[of_rank.get("idle", 0.0) / seconds for of_rank in phases],
             idle_seconds=idle,
             recovered_seconds=recovered,
+            pre_rolled_seconds=pre_rolled,
             drafter_steps=int(drafter_steps),
             before=accuracies[0] if accuracies else None,
             after=accuracies[-1] if accuracies else None,

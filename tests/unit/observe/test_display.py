@@ -17,6 +17,9 @@ METRICS = {
     "reward/mean": 0.5,
     "reward/accuracy": 0.25,
     "length/mean": 123.4,
+    "idle/seconds": 10.0,
+    "idle/recovered_seconds": 2.0,
+    "pre_rollout/seconds": 7.0,
 }
 
 
@@ -38,7 +41,10 @@ def test_a_log_line_has_rank_step_and_phase(logger):
     assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
 
 
-STEP_3 = "step 3/20  seconds 2.0  tokens/s 200  reward 0.500  accuracy 0.250  length 123\n"
+STEP_3 = (
+    "step 3/20  seconds 2.0  tokens/s 200  reward 0.500  accuracy 0.250  length 123  "
+    "idle rank-s 10.0  recovered rank-s 2.0  pre-rolled rank-s 7.0\n"
+)
 
 
 def shown(mode, rank=0):
@@ -111,11 +117,15 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
         generated_tokens=6000,
         rollout_seconds=60.0,
         idle_fractions=[0.05, 0.2],
+        idle_seconds=10.0,
+        recovered_seconds=2.0,
+        pre_rolled_seconds=7.0,
         before=Accuracy(0, 0.4, 0.03, 256),
         after=Accuracy(20, 0.6, 0.04, 256),
         paths={"checkpoint": "runs/x/checkpoints/step-20"},
     )
     print_summary(summary, Console(file=stream, width=100))
     text = stream.getvalue()
-    parts = ("0.400 ± 0.030", "0.600 ± 0.040", "+0.200 ± 0.050", "60.0%", "rank 1: 20.0%", "all ranks │ 100 ", "step-2")
+    parts = ("│ 2.0 (20%), 0 steps", "│ 7.0 (70%)", "all ranks │ 100 ")
+    parts += ("0.400 ± 0.030", "0.600 ± 0.040", "+0.200 ± 0.050", "60.0%", "rank 1: 20.0%", "step-2")
     assert [part for part in parts if part not in text] == []
