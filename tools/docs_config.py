@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_tlt.config.elsewhere import ELSEWHERE
 from megatron_tlt.config.root import Config, SftConfig
-from megatron_tlt.config.schema import SYNONYMS, element_of, field_allowed, section_of
+from megatron_tlt.config.schema import element_of, field_allowed, section_of
 from megatron_tlt.config.sim import SimConfig
 
 _HEAD = ("| setting | allowed | default | meaning |", "|---|---|---|---|")
@@ -37,6 +38,12 @@ each rank in the layout and its memory, with `--show-config` also the resolved f
 A section begins with the settings that people change first, where it has more than a few. Of these a first run needs
 `model.path`, `data.train`, `rewards.functions`, `train.run_dir`, `train.num_steps`, `train.prompts_per_step`,
 `rollout.samples_per_prompt`, `rollout.max_tokens` and `optimizer.lr`; on GPUs also `distributed.device`.
+"""
+
+_ELSEWHERE = """\
+Ends of the names there: `optim.lr` is `actor_rollout_ref.actor.optim.lr` of verl. `megatron-tlt check CONFIG` names the
+place here of each setting of another framework that stands behind it, as in its script. How a reward function and
+prepared rows of verl go on: [on your GPU cluster](../guides/gpu_cluster.md#from-verl).
 """
 
 # What people change first in a section, at most ten: names within it, also of the sections inside.
@@ -91,12 +98,12 @@ def render() -> str:
 
 
 def _names_elsewhere() -> str:
-    """What users of other systems call a setting; units may differ."""
-    others: dict[str, list[str]] = {}
-    for other, ours in SYNONYMS.items():
-        others.setdefault(ours, []).append(f"`{other}`")
-    rows = [f"| {', '.join(others[ours])} | `{ours}` |" for ours in sorted(others)]
-    return "\n".join(["| verl, NeMo-RL, TRL, vLLM, Megatron-LM | here |", "|---|---|", *rows])
+    """What users of other systems call a setting, and what differs."""
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in names.split())} | `{here.path}` | {here.note} |"
+        for names, here in ELSEWHERE
+    ]
+    return "\n".join([_ELSEWHERE, "| verl, NeMo-RL, TRL, vLLM, Megatron-LM | here | note |", "|---|---|---|", *rows])
 
 
 def _simulation() -> str:

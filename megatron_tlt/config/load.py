@@ -16,12 +16,12 @@ from ruamel.yaml import YAML
 from megatron_tlt.config.base import IN_WORDS, Section
 from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.checks.texts import check_texts, switches_as_text
+from megatron_tlt.config.elsewhere import Here, leaves, name_here
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.paths import resolve_paths
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.schema import (
-    SYNONYMS,
     allowed_text,
     element_of,
     field_allowed,
@@ -170,12 +170,12 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> list[ConfigProble
     """pydantic's errors as problems, one for each path."""
     problems: dict[str, ConfigProblem] = {}
     for detail in error.errors():
-        problem = _problem(detail, root)
-        problems.setdefault(problem.path, problem)
+        for problem in _problems(detail, root):
+            problems.setdefault(problem.path, problem)
     return list(problems.values())
 
 
-def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
+def _problems(detail: ErrorDetails, root: type[BaseModel]) -> list[ConfigProblem]:
     """Walks the model along the error's location; parts that are no names (union branches) end the path."""
     annotation: Any = root
     allowed = "mapping of sections"
@@ -190,26 +190,35 @@ def _problem(detail: ErrorDetails, root: type[BaseModel]) -> ConfigProblem:
             annotation = field.annotation
             allowed = field_allowed(field)
         elif section is not None and detail["type"] in ("extra_forbidden", "invalid_key"):
-            return _unknown_key(root, section, ".".join(steps), str(part), detail["input"])
+            return _unknown_keys(root, section, ".".join(steps), str(part), detail["input"])
         else:
             break
         steps.append(str(part))
     path = ".".join(steps) or "config"
     if detail["type"] == IN_WORDS:
-        return ConfigProblem(path, detail["input"], detail["msg"])
+        return [ConfigProblem(path, detail["input"], detail["msg"])]
     if detail["type"] == "missing":
-        return ConfigProblem(path, None, f"is required: {allowed}")
-    return ConfigProblem(path, detail["input"], f"must be {allowed}")
+        return [ConfigProblem(path, None, f"is required: {allowed}")]
+    return [ConfigProblem(path, detail["input"], f"must be {allowed}")]
 
 
-def _unknown_key(root: type[BaseModel], section: type[BaseModel], parent: str, key: str, value: Any) -> ConfigProblem:
-    keys = list(section.model_fields)
+def _unknown_keys(
+    root: type[BaseModel], section: type[BaseModel], parent: str, key: str, value: Any
+) -> list[ConfigProblem]:
+    """Of a key that `section` at `parent` does not have; of a tree of another framework, each of its settings."""
     path = f"{parent}.{key}" if parent else key
-    leaf, inner = key, value  # of another framework's tree, as in actor_rollout_ref.rollout.n=8
-    while isinstance(inner, dict) and len(inner) == 1:
-        leaf, inner = next(iter(inner.items()))
-    near = nearest_path(root, section, parent, leaf if leaf in SYNONYMS else key)
-    hint = f"did you mean {near}?" if near else f"known here: {', '.join(keys)}"
     if path == "sft":
-        hint = "a config of `megatron-tlt sft` (and `check --sft`)"
-    return ConfigProblem(path, value, f"unknown key; {hint}")
+        return [ConfigProblem(path, value, "unknown key; a config of `megatron-tlt sft` (and `check --sft`)")]
+    found = {at: (inner, name_here(root, parent, at)) for at, inner in leaves(path, value)}
+    if any(here is not None for _, here in found.values()):
+        return [ConfigProblem(at, inner, _unknown(here)) for at, (inner, here) in found.items()]
+    near = nearest_path(root, section, parent, key)
+    hint = f"did you mean {near}?" if near else f"known here: {', '.join(section.model_fields)}"
+    return [ConfigProblem(path, value, f"unknown key; {hint}")]
+
+
+def _unknown(here: Here | None) -> str:
+    """What is allowed in place of another framework's setting."""
+    if here is None:
+        return "unknown key"
+    return f"unknown key; did you mean {here.path}?{f' ({here.note})' if here.note else ''}"

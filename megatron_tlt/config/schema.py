@@ -16,53 +16,6 @@ _NAMES = {
     int: "integer", float: "number", str: "text", bool: "true or false", date: "date YYYY-MM-DD", Any: "any value"
 }  # fmt: skip
 
-# Names in verl, NeMo-RL, TRL and Megatron-LM: too far from our names for a spelling match.
-SYNONYMS = {
-    "tensor_model_parallel_size": "actor.tp",
-    "tensor_parallel_size": "rollout.tp",
-    "pipeline_model_parallel_size": "actor.pp",
-    "context_parallel_size": "actor.cp",
-    "expert_model_parallel_size": "actor.ep",
-    "learning_rate": "optimizer.lr",
-    "num_samples": "rollout.samples_per_prompt",
-    "num_generations": "rollout.samples_per_prompt",
-    "n": "rollout.samples_per_prompt",
-    "group_size": "rollout.samples_per_prompt",
-    "max_new_tokens": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "filter_overlong_prompts": "data.long_prompts",
-    "truncation": "data.long_prompts",
-    "partial_rollout": "rollout.carry_over",
-    "mask_offpolicy_in_partial_rollout": "algorithm.mask_off_policy",
-    "train_batch_size": "train.prompts_per_step",
-    "batch_size": "train.prompts_per_step",
-    "beta": "algorithm.kl_coef",
-    "kl_loss_coef": "algorithm.kl_coef",
-    "clip_ratio_low": "algorithm.ratio_clip_low",
-    "clip_ratio_high": "algorithm.ratio_clip_high",
-    "epsilon_high": "algorithm.ratio_clip_high",
-    "recompute_granularity": "actor.recompute",
-    "model_name_or_path": "model.path",
-    "max_steps": "train.num_steps",
-    "output_dir": "train.run_dir",
-    "num_generations_per_prompt": "rollout.samples_per_prompt",
-    "num_prompts_per_step": "train.prompts_per_step",
-    "total_training_steps": "train.num_steps",
-    "ppo_mini_batch_size": "algorithm.mini_batches",
-    "clip_ratio": "algorithm.ratio_clip_low",
-    "adv_estimator": "algorithm.name",
-    "save_freq": "checkpoint.every",
-    "test_freq": "eval.every",
-    "max_model_len": "model.max_context",
-    "max_num_seqs": "rollout.max_running_requests",
-    "max_num_batched_tokens": "rollout.max_batched_tokens",
-    "gpu_memory_utilization": "rollout.kv_cache_mib",
-    "max_assistant_turns": "env.max_turns",
-    "max_tool_response_length": "env.max_observation_tokens",
-    "num_speculative_tokens": "rollout.speculation.draft_len",
-}
-
 
 def strip_optional(annotation: Any) -> tuple[Any, list[Any], bool]:
     """`(type, constraints, may be null)` of an annotation such as `Annotated[int, Gt(0)] | None`.
@@ -148,10 +101,6 @@ def nearest_path(root: type[BaseModel], section: type[BaseModel], parent: str, k
     by_name: dict[str, list[str]] = {}
     for path in paths_of(root):
         by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    elsewhere, _, name = SYNONYMS.get(key, "").rpartition(".")
-    for wanted in (f"{parent}.{name}", f"{elsewhere}.{name}"):
-        if wanted in by_name.get(name, ()):
-            return wanted
     if own := get_close_matches(key, section.model_fields, n=1, cutoff=0.75):
         return f"{parent}.{own[0]}" if parent else own[0]
     inside = {n: under for n, paths in by_name.items() if (under := [p for p in paths if p.startswith(f"{parent}.")])}

@@ -162,6 +162,7 @@ def test_settings_changed_first_exist():
 
 
 def test_every_setting_is_documented():
-    rows = [line for line in render().splitlines() if line.startswith("| `")]
+    settings, _ = render().split("## Names elsewhere")
+    rows = [line for line in settings.splitlines() if line.startswith("| `")]
     undocumented = [row for row in rows if row.rsplit("|", 2)[-2].strip() == ""]
     assert undocumented == []

@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.config.elsewhere import ELSEWHERE
 from megatron_tlt.config.load import build_config, dump_config, load_config
-from megatron_tlt.config.root import SftConfig
+from megatron_tlt.config.root import Config, SftConfig
+from megatron_tlt.config.schema import paths_of
 from megatron_tlt.config.yaml_reader import parse_yaml
 from megatron_tlt.errors import ConfigError
 
@@ -110,6 +112,14 @@ def test_overrides_reach_into_lists(index):
         ("rollout.tensor_model_parallel_size=2", "rollout.tp"),
         ("actor_rollout_ref.rollout.n=8", "rollout.samples_per_prompt"),
         ("trainer.save_freq=3", "checkpoint.every"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "rollout.tp"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.tp"),
+        ("actor_rollout_ref.rollout.temperature=1", "rollout.temperature"),
+        ("rollout.name=vllm", "rollout.backend"),
+        ("algorithm.epsilon=0.2", "algorithm.ratio_clip_low"),
+        ("eval_steps=3", "eval.every"),
+        ("drafter.learning_rate=1", "drafter.lr"),
+        ("custom_reward_function.path=f.py", "rewards.functions"),
         ("algorithm.clip_ratio_high=0.28", "algorithm.ratio_clip_high"),
         ("data.train.taskz=[]", "data.train.tasks"),
         ("rewards.threshold=1", "rewards.functions.0.threshold"),
@@ -120,6 +130,22 @@ def test_an_unknown_key_names_the_nearest_valid_one_with_its_path(override, near
     path = override.split("=")[0]
     found = problems(BASE, override)
     assert f"did you mean {nearest}?" in next(text for p, text in found.items() if path.startswith(p))
+
+
+def test_settings_of_another_framework_are_named_one_by_one_with_their_units():
+    found = problems(BASE, "trainer.total_epochs=2", "trainer.n_gpus_per_node=8", "trainer.project_name=x")
+    assert found["trainer.total_epochs"].startswith("unknown key; did you mean train.num_steps? (here: steps,")
+    assert "did you mean cluster.ranks_per_node?" in found["trainer.n_gpus_per_node"]
+    assert found["trainer.project_name"] == "unknown key"
+    found = problems(BASE, "actor_rollout_ref.actor.ppo_mini_batch_size=256")
+    (allowed,) = found.values()
+    assert allowed.endswith("algorithm.mini_batches? (there: prompts of a mini-batch; here: mini-batches of a step)")
+
+
+def test_names_elsewhere_are_of_settings_here_and_each_stands_once():
+    names = [name for row, _ in ELSEWHERE for name in row.split()]
+    assert len(names) > 80 and len(set(names)) == len(names)
+    assert {here.path for _, here in ELSEWHERE} <= {*paths_of(Config)}
 
 
 def test_an_unknown_key_of_a_list_element_is_looked_for_in_that_element():

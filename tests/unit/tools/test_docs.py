@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_config import field_at
 from docs_results import render
 
-from megatron_tlt.config.root import Config
 from megatron_tlt.envs.schemas import tool_schemas
 from tests.helpers.mpi import ROOT
 
@@ -83,15 +81,6 @@ def test_a_known_gap_is_a_row_of_few_words_with_a_link():
     for row in rows:
         _, gap, more, _ = row.split("|")
         assert len(gap.split()) <= 25 and LINK.search(more), row
-
-
-def test_settings_beside_other_names_exist():
-    """Second cells of the tables that name verl's settings and ours."""
-    page = (ROOT / "docs/guides/gpu_cluster.md").read_text().split("## verl's names beside ours")[1]
-    cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
-    names = [name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
-    assert len(names) > 30
-    assert all(field_at(Config, name) for name in names)
 
 
 def test_the_tool_class_of_the_page_has_schemas():
