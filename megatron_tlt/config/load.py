@@ -28,7 +28,7 @@ from megatron_tlt.config.schema import (
     nearest_path,
     section_of,
 )
-from megatron_tlt.config.yaml_reader import deep_merge, has_comment, parse_yaml, read_config_file
+from megatron_tlt.config.yaml_reader import DEFAULTS_KEY, deep_merge, has_comment, parse_yaml, read_config_file
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import BackendName
 
@@ -198,7 +198,9 @@ def _problems(detail: ErrorDetails, root: type[BaseModel]) -> list[ConfigProblem
     if detail["type"] == IN_WORDS:
         return [ConfigProblem(path, detail["input"], detail["msg"])]
     if detail["type"] == "missing":
-        return [ConfigProblem(path, None, f"is required: {allowed}")]
+        is_run = path == "model" and root is Config
+        hint = f"; `{DEFAULTS_KEY}: [configs/quickstart.yaml]` brings all settings" if is_run else ""
+        return [ConfigProblem(path, None, f"is required: {allowed}{hint}")]
     return [ConfigProblem(path, detail["input"], f"must be {allowed}")]
 
 

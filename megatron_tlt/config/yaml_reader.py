@@ -17,6 +17,7 @@ from megatron_tlt.config.paths import mark_paths
 from megatron_tlt.errors import ConfigError, no_such_file
 
 DEFAULTS_KEY = "defaults"
+_QUOTED = 100  # characters of a line in a message
 _MOST_VALUES = 100_000  # of a file: a few nested aliases would be billions
 
 
@@ -28,13 +29,23 @@ def parse_yaml(text: str, where: str) -> Any:
     except RecursionError as error:
         raise ConfigError.of(where, text[:40], "is nested too deep, or within itself by an alias") from error
     except MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise ConfigError.of(f"{where}{line}", text[:40], f"not valid YAML: {error.problem}") from error
+        number, line = _place_of(error, text)
+        # Of a key that stands twice it would name values that are not read yet: they are empty.
+        problem = str(error.problem).partition(" with value ")[0]
+        raise ConfigError.of(f"{where}:{number}", line[:_QUOTED], f"not valid YAML: {problem}") from error
     except (YAMLError, ValueError) as error:
         raise ConfigError.of(where, text[:40], f"not valid YAML: {' '.join(str(error).split())}") from error
     if count > _MOST_VALUES:
         raise ConfigError.of(where, text[:40], f"has more than {_MOST_VALUES} values, aliases written out")
     return value
+
+
+def _place_of(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+    """Number, from 1, and text of the line with an error; of one at the end of the text, where what is open begins."""
+    lines = text.rstrip().splitlines() or [""]
+    numbers = [mark.line for mark in (error.problem_mark, error.context_mark) if mark is not None]
+    number = next((number for number in numbers if number < len(lines)), len(lines) - 1)
+    return number + 1, lines[number].rstrip()
 
 
 def has_comment(text: str) -> bool:

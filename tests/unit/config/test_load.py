@@ -167,6 +167,7 @@ def test_all_problems_come_at_once():
         "train.seed=1",
     )
     assert set(found) >= {"model", "actor.tp", "optimizer.lr", "train.num_stepz", "override"}
+    assert found["model"] == "is required: mapping; `defaults: [configs/quickstart.yaml]` brings all settings"
 
 
 def test_defaults_merge_maps_and_replace_lists(tmp_path):
@@ -201,9 +202,18 @@ def test_duplicate_keys_are_refused(text):
         parse_yaml(text, "f.yaml")
 
 
-def test_broken_yaml_names_file_and_line():
-    with pytest.raises(ConfigError, match=r"f\.yaml:3"):
-        parse_yaml("a: 1\nb: [1,\nc: }", "f.yaml")
+@pytest.mark.parametrize(
+    ("text", "place", "allowed"),
+    [
+        ("a: 1\nb: [1,\nc: }", "f.yaml:3 = 'c: }'", "expected the node content, but found '}'"),
+        ("m: {}\nt: {n: 2}\nt: {n: 3}\n", "f.yaml:3 = 't: {n: 3}'", 'found duplicate key "t"'),
+        ('t:\n  d: "x\n  n: 2\n', "f.yaml:2 = '  d: \"x'", "found unexpected end of stream"),
+    ],
+)
+def test_broken_yaml_names_file_line_and_what_stands_there(text, place, allowed):
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "f.yaml")
+    assert str(caught.value) == f"{place}: not valid YAML: {allowed}"
 
 
 def test_scalars_are_those_of_yaml_1_2():
