@@ -356,6 +356,9 @@ dry_run() {
             say "the configuration is not checked: $checker is not there ('make setup' in $root)"
         fi
     fi
+    if [ "$gpus" -gt 0 ] && grep -q '^  device: cpu$' <<<"$report"; then
+        report="warning: distributed.device is cpu: the job would hold $((nodes * gpus)) GPUs for nothing; submit it with --ntasks-per-node=RANKS --gpus-per-node=0"$'\n'"$report"
+    fi
     hours="$(hours_of "$time")"
     printf '\n%s nodes x %s ranks, %s GPUs each, for at most %s: ' "$nodes" "$tasks" "$gpus" "$time"
     if [ -n "$hours" ]; then

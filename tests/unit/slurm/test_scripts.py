@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_dry_run_shows_its_own_layout_and_repeats_warnings_last(tmp_path):
     assert f"train {QUOTED}/configs/recipes/grpo-qwen2.5-7b-1n8g.yaml" in srun_line(done)
     last = done.stdout.rpartition("grpo-qwen2.5-7b-1n8g.yaml:\n")[2].splitlines()
     assert "warning: not on this machine: rollout.vllm.python = /no/python" in last and last[-1].startswith("Fits: ")
+
+
+@pytest.mark.parametrize(("options", "is_warned"), [([], True), (["--ntasks-per-node=2", "--gpus-per-node=0"], False)])
+def test_a_dry_run_warns_of_gpus_that_a_run_on_cpus_would_hold(options, is_warned):
+    done = run("slurm/train.sbatch", "--dry-run", *options, "configs/quickstart.yaml", PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-5:]
+    advice = "the job would hold 8 GPUs for nothing; submit it with --ntasks-per-node=RANKS --gpus-per-node=0"
+    assert any(advice in line for line in last) == is_warned
 
 
 IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")
