@@ -476,5 +476,9 @@ def test_the_slurm_example_keeps_the_commas_of_an_answer() -> None:
     worked = {"question": "Where?", "answer": "It is there.\n#### (1,-2)"}
     found = [to_prompt(worked)["answer"], to_prompt({"problem": "How many?", "answer": "1,000"})["answer"]]
     assert found == ["(1,-2)", "1,000"]
+    solved = {"problem": "How much?", "level": "Level 1", "solution": r"So $\boxed{2}$, thus $\boxed{\frac{1}{2}}$."}
+    assert to_prompt(solved)["answer"] == r"\frac{1}{2}"
+    with pytest.raises(ValueError, match='needs "question" or "problem", and "answer" or "solution"; it has problem'):
+        to_prompt({"problem": "What?"})
     assert [reward("math", found[0], rf"\boxed{{{text}}}") for text in ("(1,-2)", "(1-2)")] == [1.0, 0.0]
     assert reward("math", found[1], r"\boxed{1000}") == 1.0
