@@ -131,6 +131,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.models.hf.config import ModelConfig
+    from megatron_tlt.trainer.chat_checks import plain_prompt_warning
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
 
@@ -151,6 +152,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 prompts = file_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
             except DataError as error:
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
+        if world.is_main and not args.chat and (plain := plain_prompt_warning(args.model, prompts)) is not None:
+            _log.warning(plain)
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,

@@ -16,6 +16,7 @@ from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
 from megatron_tlt.data.special_tokens import pattern_problem, special_tokens_of, stop_problems
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError, shortened
 from megatron_tlt.trainer.chat_settings import template_settings
+from megatron_tlt.types import Prompt
 
 # Renders a prompt with tools. Raises DataError.
 Renderer: TypeAlias = Callable[[str | Messages, Sequence[dict[str, Any]]], str]
@@ -74,6 +75,19 @@ def generation_chat_problems(
         return [*problems, *stop_problems("--stop", stops, special_tokens_of(model) if stops else frozenset())]
     except CheckpointError as error:
         return [*problems, ConfigProblem("--model", str(model), str(error))]
+
+
+def plain_prompt_warning(model: Path, prompts: Sequence[Prompt]) -> str | None:
+    """A warning of prompts that a model with a chat template gets as plain text. Looks at the first text; one with a
+    special token is a rendered conversation.
+    """
+    text = next((prompt.text for prompt in prompts if prompt.text), None)
+    try:
+        if text is None or ChatTemplate.read(model) is None or any(t in text for t in special_tokens_of(model)):
+            return None
+    except CheckpointError:  # nothing reads the template here
+        return None
+    return f"the tokenizer of {model} has a chat template, and the prompts are plain text: --chat puts them into it"
 
 
 def chat_warnings(config: TrainingConfig) -> list[str]:

@@ -11,7 +11,9 @@ from megatron_tlt.backends import build
 from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.errors import DataError
+from megatron_tlt.trainer.chat_checks import plain_prompt_warning
 from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
+from tests.helpers.chat_models import QWEN3, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 
@@ -55,6 +57,22 @@ def test_an_environment_sees_answers_and_other_fields(tmp_path: Path):
     texts = iter(["c", "d"])
     with pytest.raises(DataError, match=r"p\.jsonl:2: the environment's text cannot be added to token_ids"):
         file_prompts(file, Codes(), chat=False, env=env)
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "is_warned"),
+    [
+        (QWEN3, '{"prompt": "a"}', True),
+        (QWEN3, '{"prompt": "<|user|>a"}', False),
+        (QWEN3, '{"token_ids": [4]}', False),
+        (None, '{"prompt": "a"}', False),
+    ],
+)
+def test_plain_prompts_of_a_chat_model_are_named(tmp_path: Path, template: str | None, line: str, is_warned: bool):
+    model, file = chat_model(tmp_path / "m", template), tmp_path / "p.jsonl"
+    file.write_text(line + "\n")
+    prompts = file_prompts(file, Codes(), chat=False)
+    assert (plain_prompt_warning(model, prompts) is not None) == is_warned
 
 
 def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_line(
