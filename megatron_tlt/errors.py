@@ -61,12 +61,17 @@ def no_such_file(path: str | os.PathLike[str]) -> str:
     """
     if os.path.exists(path):
         return "is a directory, no file" if os.path.isdir(path) else "is no directory"
-    folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
     relative = "" if os.path.isabs(path) else f" (a relative path counts from {os.getcwd()})"
+    return f"no such file or directory{relative}{nearest_name(path)}"
+
+
+def nearest_name(path: str | os.PathLike[str]) -> str:
+    """`did_you_mean` of the names in the folder of a path that is not there."""
+    folder, name = os.path.split(os.fspath(path).rstrip(os.sep))
     beside: list[str] = []
     with suppress(OSError), os.scandir(folder or ".") as entries:  # it may be missing, or not readable
         beside = [entry.name for entry in islice(entries, _MOST_NAMES)]
-    return f"no such file or directory{relative}{did_you_mean(name, beside)}"
+    return did_you_mean(name, beside)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, choose_files
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, printable
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, nearest_name, printable
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.together import Ranks
@@ -368,18 +368,18 @@ def _reason(named: Named, error: Exception) -> str:
     """One line about an error."""
     from huggingface_hub import constants, errors
 
-    kind, cache = named.repository["repo_type"], constants.HF_HUB_CACHE
+    kind, cache, near = named.repository["repo_type"], constants.HF_HUB_CACHE, nearest_name(named.name)
     if isinstance(error, errors.GatedRepoError):
         return f"is gated: accept its terms at {endpoint()}/{named.name}, then set HF_TOKEN to a token of that account"
     if isinstance(error, errors.RepositoryNotFoundError):
         private = "a private one needs HF_TOKEN with a token that may read it"
-        return f"is no path from {os.getcwd()}, and {endpoint()} has no {kind} {named.name} ({private})"
+        return f"is no path from {os.getcwd()}, and {endpoint()} has no {kind} {named.name} ({private}){near}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{endpoint()} has {named.name}, but no revision {named.revision!r} of it"
     if _is_unreachable(error):
         silent = "does not answer" if hub_answers.is_silent(endpoint()) else "is not reachable"
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{endpoint()} {silent}"
-        return f"is no path from {os.getcwd()}, and no whole {kind} in the cache {cache}; {why}"
+        return f"is no path from {os.getcwd()}, and no whole {kind} in the cache {cache}; {why}{near}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be written to {cache}: {error.strerror}"
     return str(error).strip().partition("\n")[0]

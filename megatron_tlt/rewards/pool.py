@@ -31,9 +31,7 @@ _STARTS = 3  # of the pool for one list of samples: workers may also die between
 
 
 def trial_line(section: RewardSection, prompt: Prompt) -> str:
-    """What users' functions give an empty response to `prompt`; empty without such functions. It is a warning where
-    they return no number; errors that they raise themselves are none: an empty response may be one.
-    """
+    """What users' functions give an empty response to `prompt`, a warning where they fail; empty without any."""
     functions = tuple(function for function in section.functions if function.name == "python")
     if not functions:
         return ""
@@ -43,8 +41,7 @@ def trial_line(section: RewardSection, prompt: Prompt) -> str:
     result, of = group.rewards[0], "of an empty response to the first prompt"
     if result.failure is None:
         return f"Rewards {of}: {', '.join(f'{label} {value:g}' for label, value in result.parts.items())}"
-    warning = "warning: rewards" if ": returned " in result.failure else "Rewards"
-    return f"{warning} {of} failed: {result.failure}"
+    return f"warning: rewards {of} failed, which counts {section.failure_value:g}: {result.failure}"
 
 
 class RewardPool:

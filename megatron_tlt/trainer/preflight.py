@@ -228,7 +228,8 @@ def without_training(config: Config, reads_prompts: bool) -> Config:
 def read_model(field: str, path: str | Path) -> tuple[ModelConfig | None, list[ConfigProblem]]:
     """A model's description, or None and why there is none: no directory here, not readable, or not supported."""
     if not (Path(path) / "config.json").is_file():
-        return None, [ConfigProblem(field, str(path), "must be a Hugging Face directory with a config.json")]
+        why = "it has none" if Path(path).is_dir() else no_such_file(path)
+        return None, [ConfigProblem(field, str(path), f"must be a Hugging Face directory with a config.json: {why}")]
     try:
         return ModelConfig.from_hf(path), []
     except CheckpointError as error:

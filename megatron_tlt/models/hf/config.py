@@ -285,6 +285,9 @@ def _family(hf: Mapping[str, Any]) -> Family:
     allowed = "only these architectures are supported:"
     if names:
         raise ConfigError.of("architectures", list(names), f"{allowed} {', '.join(ARCHITECTURES)}")
+    if isinstance(hf.get("model"), Mapping) and "optimizer" in hf:
+        allowed = "is the configuration of a run: `megatron-tlt export CONFIG --out DIR` writes its policy as a model"
+        raise ConfigError.of("model_type", None, allowed)
     raise ConfigError.of("model_type", hf.get("model_type"), f"{allowed} {', '.join(ARCHITECTURES.values())}")
 
 

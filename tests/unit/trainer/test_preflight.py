@@ -64,6 +64,15 @@ def test_a_sound_config_reports_without_its_files():
     assert last.startswith("Fits: not known without cluster.memory_gib; the plan takes ")
 
 
+@pytest.mark.parametrize("path", ["assets/demo-polcy", "./assets/demo-polcy"])
+def test_a_misspelt_path_of_a_model_is_named_with_the_one_beside_it(path, monkeypatch):
+    """Also where it could be a name on the hub."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError) as caught:
+        check_report(make(model={"path": path}), 1)
+    assert "did you mean demo-policy?" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("hosts", "split"), [("aabb", ()), ("abab", ("actor.tp", "rollout.tp")), ("aaab", ("rollout.tp",))]
 )
@@ -161,7 +170,7 @@ def test_a_drafter_that_is_not_here_says_which_vocabulary_is_planned():
     assert warning(draft_vocab_size=64).endswith("assumes 64 tokens (rollout.speculation.draft_vocab_size)")
 
 
-def test_a_reward_that_gives_no_number_is_a_warning_before_the_run(tmp_path):
+def test_a_reward_that_fails_is_a_warning_before_the_run(tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text("def none(p, a, r, m): pass\ndef one(p, a, r, m): return 1\ndef bad(p, a, r, m): return r[0]\n")
 
@@ -169,10 +178,10 @@ def test_a_reward_that_gives_no_number_is_a_warning_before_the_run(tmp_path):
         return check_report(make(rewards={"functions": [{"name": "python", "path": f"{file}:{name}"}]}), 4)
 
     of = "of an empty response to the first prompt"
-    text = f"warning: rewards {of} failed: none: ValueError: returned None (NoneType): must be a number or a boolean"
-    assert text in said("none")
+    failed = f"\nwarning: rewards {of} failed, which counts 0: "
+    assert f"{failed}none: ValueError: returned None (NoneType): must be a number or a boolean" in said("none")
     assert f"\nRewards {of}: one 1\n" in said("one")
-    assert f"\nRewards {of} failed: bad: IndexError" in said("bad"), "no warning: an empty response may be an error"
+    assert f"{failed}bad: IndexError" in said("bad")
 
 
 def test_a_kl_term_without_gradient_is_a_warning_of_check():

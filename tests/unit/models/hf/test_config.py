@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megatron_tlt.config.load import build_config
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.hf.config import ModelConfig, RopeScaling
 from megatron_tlt.models.hf.fields import unread_fields
@@ -256,3 +257,9 @@ def test_parameters_are_counted_once() -> None:
     assert untied.num_parameters - tied.num_parameters == 100 * 64
     assert "lm_head.weight" not in tied.parameter_shapes()
     assert tied.parameter_shapes()["model.layers.1.self_attn.k_proj.bias"] == (32,)
+
+
+def test_a_run_in_the_place_of_a_model_is_named() -> None:
+    run = build_config({"model": {"path": "m"}}).model_dump(mode="json")
+    with pytest.raises(ConfigError, match="model_type = None: is the configuration of a run: `megatron-tlt export"):
+        ModelConfig.from_hf(run)
