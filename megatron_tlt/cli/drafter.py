@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_job, run_on_every_rank
-from megatron_tlt.config.checks.commands import check_base, check_drafter_engine, check_held_out
+from megatron_tlt.config.checks.commands import base_warning, check_base, check_drafter_engine, check_held_out
 from megatron_tlt.config.checks.files import output_directory_problems, output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
@@ -138,8 +138,10 @@ def _checked(
     from megatron_tlt.trainer.preflight import check_on
 
     speculation, found = config.rollout.speculation, [*check_drafter_engine(config), *check_base(config), *found]
-    config = _read_part(config, args)
+    unread, config = base_warning(config), _read_part(config, args)
     check_on(config, world, found)
+    if world.is_main and unread is not None:
+        _log.warning(unread)
     if args.drafter is None:
         return config, drafter_shape(speculation, ModelConfig.from_hf(config.model.path)), None
     may_be_other = args.action == "train" or speculation.allow_other_policy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
-from megatron_tlt.config.checks.commands import check_base, check_held_out
+from megatron_tlt.config.checks.commands import base_warning, check_base, check_held_out
 from megatron_tlt.config.checks.files import output_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError
@@ -107,8 +107,11 @@ def _what(config: Config, num_prompts: int) -> str:
     rows = source.path or ", ".join(dict.fromkeys(task.name for task in source.tasks)) or source.kind
     functions = ", ".join(function.path or function.name for function in config.rewards.functions) or "none"
     prompts = f"{num_prompts} prompts of data.eval ({rows})"
-    text = f"evaluates model.path = {config.model.path} on {prompts}, rewards: {functions}"
+    at = f"eval.temperature = {config.eval.temperature:g}"
+    text = f"evaluates model.path = {config.model.path} on {prompts}, at {at}, rewards: {functions}"
     run = config.train.run_dir
+    if (unread := base_warning(config)) is not None:
+        text += f"\nwarning: {unread}"
     if complete_steps(Path(run) / "checkpoints"):
         text += f"\nnot the checkpoints of {run}: `megatron-tlt export` writes one as a model"
     return text

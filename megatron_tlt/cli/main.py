@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 
 from megatron_tlt.cli.check import add_check
@@ -36,6 +37,9 @@ _COMMANDS = (
     add_report,
     add_simulate,
 )
+
+
+_SETTING = re.compile(r"--\w+(\.\w+)+(=|$)")  # as options of other programs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +86,11 @@ def open_closed_streams() -> None:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     """Overrides may also stand behind options, where argparse alone takes none."""
-    parser = _parser()
+    parser, words = _parser(), sys.argv[1:] if argv is None else argv
+    if (word := next(filter(_SETTING.match, words), None)) is not None:
+        name, _, value = word[2:].partition("=")
+        message = f"megatron-tlt: {word}: settings are written {name}={value or 'VALUE'}, without --\n"
+        parser.exit(BAD_INPUT, message if detect_launch().rank in (0, None) else None)
     args, rest = parser.parse_known_args(argv)
     if rest:
         from megatron_tlt.config.load import is_file

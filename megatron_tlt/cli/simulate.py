@@ -66,10 +66,13 @@ def _load(path: Path, overrides: list[str]) -> tuple[SimConfig, list[str]]:
     from megatron_tlt.config.yaml_reader import read_config_file
 
     if {"train", "data"} & read_config_file(path).keys():  # a run's configuration: its machines, engine, usual lengths
+        from megatron_tlt.models.hf.config import shape_of
         from megatron_tlt.sim.from_run import simulation_of
         from megatron_tlt.trainer.teacher import with_teacher_shape
 
-        return simulation_of(with_teacher_shape(load_config(path, overrides)))
+        run = load_config(path, overrides)
+        model = run.model.model_copy(update={"architecture": shape_of(run.model)})
+        return simulation_of(with_teacher_shape(run.model_copy(update={"model": model})))
     config = load_config(path, overrides, SimConfig)
     if problems := list(check_sim(config)):
         raise ConfigError(problems)

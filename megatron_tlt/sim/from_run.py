@@ -37,7 +37,8 @@ def simulation_of(config: Config) -> tuple[SimConfig, list[str]]:
     """
     ranks, shape = config.cluster.num_ranks, config.model.architecture
     if shape is None:
-        raise ConfigError.of("model.architecture", None, "is required to simulate a run: the shape of the model")
+        allowed = f"is required to simulate a run whose model.path ({config.model.path}) is not here: the model's shape"
+        raise ConfigError.of("model.architecture", None, allowed)
     memory = config.cluster.memory_gib
     if memory is None:
         raise ConfigError.of("cluster.memory_gib", None, "is required to simulate a run: it decides which GPU that is")

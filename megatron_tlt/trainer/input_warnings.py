@@ -10,14 +10,13 @@ from pathlib import Path
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning
-from megatron_tlt.config.model import ArchitectureConfig, ModelSection
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
-from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.config import ModelConfig, shape_of
 from megatron_tlt.models.hf.files import model_warnings
 from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
@@ -33,15 +32,9 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     """
     found = model_warnings(config.model.path) if config.model.megatron_path is None else []
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
-    own.append(learning_rate_warning(config, _shape(config.model)))
+    own.append(learning_rate_warning(config, shape_of(config.model)))
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
-
-
-def _shape(model: ModelSection) -> ArchitectureConfig | None:
-    """The model's shape: of its files, or where these are not here of the configuration."""
-    is_here = (Path(model.path) / "config.json").is_file()
-    return ModelConfig.from_hf(model.path).architecture if is_here else model.architecture
 
 
 def _slow_update(actor: ActorSection, device: Device | None) -> str | None:

@@ -30,6 +30,16 @@ def check_base(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("actor.lora.adapter_path", lora.adapter_path, allowed)
 
 
+def base_warning(config: Config) -> str | None:
+    """The warning of weights that the commands of `check_base` do not read; None without any."""
+    if config.model.megatron_path is None:
+        return None
+    return (
+        f"model.megatron_path = {config.model.megatron_path} is not read here: the weights are those of model.path = "
+        f"{config.model.path}. `megatron-tlt export` writes a run's trained policy as a model"
+    )
+
+
 def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
     """`drafter train` and `drafter eval` read the policy's hidden states."""
     if not CAPABILITIES[config.rollout.backend].reads_responses:

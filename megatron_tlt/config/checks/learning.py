@@ -30,7 +30,7 @@ def check_algorithm(config: Config) -> Problems:
         allowed = "needs rollout.samples_per_prompt >= 2, or every group has equal rewards and is dropped"
         yield ConfigProblem("algorithm.dynamic_sampling", True, allowed)
     if rollout.temperature == 0:
-        allowed = "must be > 0 for training: greedy responses to one prompt are all the same"
+        allowed = "must be > 0 for training: greedy responses to a prompt are all equal (evaluations: eval.temperature)"
         yield ConfigProblem("rollout.temperature", rollout.temperature, allowed)
     if algorithm.ratio_clip_low is not None and algorithm.ratio_clip_low >= 1:
         allowed = "must be < 1: the ratio's lower bound is 1 - low"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from megatron_tlt.config.json_reader import read_object
-from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.model import ArchitectureConfig, ModelSection
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.hf.experts import (
     moe_fields,
@@ -271,6 +271,12 @@ def _parse(hf: Mapping[str, Any]) -> ModelConfig:
     if late := list(_shape_problems(config)):
         raise ConfigError(late)
     return config
+
+
+def shape_of(model: ModelSection) -> ArchitectureConfig | None:
+    """The shape in the model's files, or where these are not on this machine, in its section. Raises as `from_hf`."""
+    is_here = (Path(model.path) / "config.json").is_file()
+    return ModelConfig.from_hf(model.path).architecture if is_here else model.architecture
 
 
 def _family(hf: Mapping[str, Any]) -> Family:

@@ -20,6 +20,14 @@ def test_what_is_neither_option_nor_override_is_refused(rest, capsys):
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["c.yaml", "--train.num_steps=3"], ["--train.num_steps=3"]])
+def test_a_setting_that_is_written_as_an_option_is_explained(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        _parse(["train", *words])
+    said = "megatron-tlt: --train.num_steps=3: settings are written train.num_steps=3, without --\n"
+    assert (caught.value.code, capsys.readouterr().err) == (2, said)
+
+
 def test_generate_takes_engine_settings_only(capsys):
     command = ["generate", "--model", "m", "--prompts", "p", "--out", "o"]
     args = _parse([*command, "rollout.numerics=invariant", "--n", "2", "rollout.speculation.drafter=suffix"])

@@ -29,6 +29,12 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
     assert page.stat().st_size > 3000
 
 
+def test_a_run_is_simulated_with_the_shape_in_its_models_files(capsys):
+    small = ["cluster.memory_gib=80", "rollout.max_tokens=64", "train.prompts_per_step=8", "--compare", "off"]
+    assert main(["simulate", "configs/quickstart.yaml", *small]) == 0
+    assert "Mean steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -42,6 +48,7 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
         (["configs/sim/quickstart.yaml", "costs.table=no.json"], str(Path.cwd() / "no.json")),
         (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
         (["configs/sim/paper-7b.yaml", "--sweep", "nodes=²"], "must look like nodes=1,2,4"),
+        (["configs/quickstart.yaml", "model.path=no/model"], "model.path (no/model) is not here"),
         (["configs/sim/paper-7b.yaml", "--out", "configs"], "is a directory"),
         (["configs/sim/paper-7b.yaml", "--report", "configs"], "is a directory"),
     ],

@@ -1,0 +1,28 @@
+"""What `eval` and `drafter` say of what they measure."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.cli.drafter import _checked
+from megatron_tlt.cli.evaluate import _what
+from megatron_tlt.config.load import load_config
+from tests.helpers.mpi import ROOT
+
+
+@pytest.mark.parametrize(("overrides", "is_warned"), [([], False), (["model.megatron_path=runs/mg"], True)])
+def test_weights_that_are_not_read_are_named(
+    overrides: list[str], is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    said = _what(config, 4)
+    assert "on 4 prompts of data.eval (basic_arithmetic" in said and "at eval.temperature = 1, rewards: task" in said
+    monkeypatch.setattr("megatron_tlt.trainer.preflight.check_on", lambda *_: None)
+    world: Any = SimpleNamespace(is_main=True)
+    arguments: Any = SimpleNamespace(action="train", drafter=None)
+    _checked(config, world, arguments, [])
+    for text in (said, caplog.text):
+        assert ("runs/mg is not read here: the weights are those of model.path = " in text) == is_warned
