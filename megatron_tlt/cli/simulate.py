@@ -10,6 +10,7 @@ from megatron_tlt.config.checks.files import output_file_problems, same_file_pro
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from megatron_tlt.config.root import Config
     from megatron_tlt.config.sim import SimConfig
 
 SIMULATION = rb'\{\n "schema": "megatron-tlt/simulation/'  # how the result begins
@@ -70,7 +71,7 @@ def _load(path: Path, overrides: list[str]) -> tuple[SimConfig, list[str]]:
         from megatron_tlt.sim.from_run import simulation_of
         from megatron_tlt.trainer.teacher import with_teacher_shape
 
-        run = load_config(path, overrides)
+        run: Config = load_config(path, overrides)
         model = run.model.model_copy(update={"architecture": shape_of(run.model)})
         return simulation_of(with_teacher_shape(run.model_copy(update={"model": model})))
     config = load_config(path, overrides, SimConfig)

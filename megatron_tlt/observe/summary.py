@@ -97,11 +97,11 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "tokens/s in rollouts, all ranks", f"{summary.tokens_per_second:.0f}"
     idle = [f"rank {rank}: {share:.1%}" for rank, share in enumerate(summary.idle_fractions)]
     yield "idle share of the run", shortened(idle, separator="  ")
-    if idle := summary.idle_seconds:
-        yield "idle rank-seconds", f"{idle:.1f}"
+    if total := summary.idle_seconds:
+        yield "idle rank-seconds", f"{total:.1f}"
         trained, pre_rolled = summary.recovered_seconds, summary.pre_rolled_seconds
-        yield "  recovered: drafter training", f"{trained:.1f} ({trained / idle:.0%}), {summary.drafter_steps} steps"
-        yield "  pre-rolled the next steps", f"{pre_rolled:.1f} ({pre_rolled / idle:.0%})"
+        yield "  recovered: drafter training", f"{trained:.1f} ({trained / total:.0%}), {summary.drafter_steps} steps"
+        yield "  pre-rolled the next steps", f"{pre_rolled:.1f} ({pre_rolled / total:.0%})"
 
 
 def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:
