@@ -7,7 +7,6 @@ names the missing ranks and their phases.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import re
@@ -35,8 +34,9 @@ from megatron_tlt.distributed.devices import (
     refuse_shared_gpus,
     set_nccl_environment,
 )
-from megatron_tlt.distributed.heap import keep_freed_pages, on_clean_heap
+from megatron_tlt.distributed.heap import keep_freed_pages
 from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.distributed.mpi import exit_together, start_mpi
 from megatron_tlt.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # at most between two looks at a counter
-_LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
 _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
@@ -106,10 +105,10 @@ class World:
         Raises DistributedError if the ranks cannot connect, if two have the same GPU, or if the world does not have the
         size that the launcher announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
         """
-        allow_open_files()
         if section.device == "cpu":
             hide_gpus()
-        comm = _start_mpi()
+        comm = start_mpi()
+        allow_open_files()  # now: a rank that fails before MPI's start leaves the others waiting there
         launch = detect_launch()
         if launch.size is not None and comm.size != launch.size:
             raise DistributedError(
@@ -269,7 +268,7 @@ class World:
         MPI is closed, without the seconds of tearing an interpreter down.
         """
         self.close()
-        _exit_together(code)
+        exit_together(code)
 
     def ends_early(self, saved: bool, detail: str) -> None:
         """Sets how this rank ends: before the run's last step, with or without a checkpoint; `detail` for people."""
@@ -317,7 +316,7 @@ class World:
             if time.monotonic() > until:
                 return
             time.sleep(0.02)
-        _exit_together(code)
+        exit_together(code)
 
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
@@ -329,27 +328,6 @@ class World:
     def _close_monitor(self) -> None:
         if self._phase.monitor is not None:
             self._phase.monitor.close(*self._phase.outcome)
-
-
-def _exit_together(code: int) -> NoReturn:
-    from mpi4py import MPI
-
-    MPI.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(_LEAVE_S)
-    os._exit(code)
-
-
-def _start_mpi() -> MPI.Comm:
-    import mpi4py  # here, because it initialises MPI at import: only a World may cause that
-
-    mpi4py.rc.thread_level = "multiple"
-    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin is the PMI
-        on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.Dup()
 
 
 def _is_answered(ask_store: Callable[[], object]) -> bool:

@@ -50,6 +50,27 @@ def test_a_rank_that_does_not_connect_ends_the_job_in_phase_start(tmp_path):
     assert (tmp_path / "exit").read_text().strip() == "1"
 
 
+ALONE = """
+import os, sys
+from megatron_tlt.cli.main import main
+rank, lacks = os.environ["PMI_RANK"], sys.argv[1]
+if rank == "1" and lacks == "module":
+    sys.modules["megatron_tlt.trainer.setup"] = None
+sys.exit(main(["train", "no.yaml" if rank == "1" and lacks == "file" else "configs/quickstart.yaml"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lacks", "codes", "said"),
+    [("file", [2], "config file = 'no.yaml'"), ("module", [1, 9], "ModuleNotFoundError")],  # 9: see `mpi.launcher`
+)
+def test_a_rank_that_fails_before_mpi_starts_ends_all_with_its_error(tmp_path, lacks, codes, said):
+    """What its machine lacks; the other rank has come to MPI_Init, and would wait there."""
+    done = run_ranks(2, ["-c", ALONE], lacks, env={VARIABLE: str(tmp_path)}, check=False, timeout=30)
+    assert done.returncode in codes and done.stdout.count(said) == 1, done.stdout
+    assert (tmp_path / "exit").read_text() == f"{codes[0]}\n"
+
+
 SHARED = """
 import os, re, sys
 from megatron_tlt.config.run import DistributedSection
