@@ -1,4 +1,4 @@
-# Shared by the .sbatch files; sourced, never run by itself. Usage: docs/guides/slurm.md.
+# Shared by the .sbatch files and launch/; sourced, never run by itself. Usage: docs/guides/slurm.md.
 #
 # From the environment (sbatch passes it on):
 #   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)
@@ -136,6 +136,29 @@ wait_for() {
         wait "$1" 2>/dev/null || last=$?
         if [ "$last" = 127 ] || [ "$last" = -1 ]; then rc=1 lost=1; else rc="$last"; fi
     fi
+}
+
+# Passes the launcher's output on to a terminal. mpiexec ends the job where it cannot write; this reads on.
+relay() { trap '' HUP INT QUIT TERM && exec tee --output-error=warn /dev/null 2>/dev/null; }
+
+# run_apart SIGNAL COMMAND...: runs a launcher to its end; sets rc, and closes the output. The launcher is a process group
+# of its own, so that signals of the terminal come to this script alone, which passes them on: SIGTERM, and SIGHUP when
+# the terminal is closed, as SIGNAL.
+run_apart() {
+    local name step relays=()
+    [ ! -t 1 ] || { exec > >(relay) && relays+=($!); }
+    [ ! -t 2 ] || { exec 2> >(relay >&2) && relays+=($!); }
+    set -m
+    "${@:2}" </dev/null &
+    step=$!
+    set +m
+    # shellcheck disable=SC2064  # now: the names
+    for name in INT QUIT USR1 USR2; do trap "kill -$name $step 2>/dev/null || true" "$name"; done
+    # shellcheck disable=SC2064
+    trap "kill -$1 $step 2>/dev/null || true" HUP TERM
+    wait_for "$step"
+    exec >&- 2>&-
+    wait ${relays[@]+"${relays[@]}"} || true # for the last lines
 }
 
 # Runs the ranks to their end; sets rc.

@@ -1,10 +1,14 @@
 """launch/local.sh and launch/setup.sh, with programs that only tell how they were called."""
 
 import os
+import pty
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.mpi import MPIEXEC
 
 ROOT = Path(__file__).parents[3]
 FAKE = """#!/usr/bin/env bash
@@ -30,10 +34,68 @@ def test_local_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):
     done = run(tmp_path, "local.sh", "-n", "3", "-t", "2", "my config.yaml", "a.b=[1, 2]")
     assert done.returncode == 7
     arguments = [line[4:] for line in done.stdout.splitlines() if line.startswith("arg ")]
-    assert arguments[:4] == ["-iface", "lo", "-n", "3"]
-    assert arguments[5:] == ["-m", "mpi4py", "-m", "megatron_tlt", "train", "my config.yaml", "a.b=[1, 2]"]
+    assert arguments[:2] == ["-n", "3"]
+    assert arguments[3:] == ["-m", "mpi4py", "-m", "megatron_tlt", "train", "my config.yaml", "a.b=[1, 2]"]
     assert "threads 2\n" in done.stdout
     assert "yield 1\n" in done.stdout
+
+
+def test_local_starts_its_ranks_itself_within_an_allocation_of_slurm(tmp_path):
+    """The real mpiexec, which would start them through srun."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODELIST": "x", "SLURM_TASKS_PER_NODE": "2"}
+    (tmp_path / "srun").write_text("#!/bin/sh\necho srun was called >&2\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "MPIEXEC": str(MPIEXEC)}
+    done = run(tmp_path, "local.sh", "-n", "2", "c.yaml", **job)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LAUNCHER = """#!/bin/bash
+trap 'echo saving && echo saved >"$SAVED"; exit 75' TERM USR1
+trap 'exit 2' INT
+echo started
+for _ in {1..200}; do echo a step || exit 1; sleep 0.1; done
+"""
+
+
+def at_a_terminal(command, environment):
+    """Starts a command in a session of its own at a new terminal; the process, and the terminal's other end."""
+    master, slave = pty.openpty()
+    whole = ["setsid", "--ctty", *command]
+    process = subprocess.Popen(whole, env=os.environ | environment, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    return process, master
+
+
+@pytest.mark.parametrize(
+    ("script", "how", "code", "saved"),
+    [
+        ("local.sh", "close", 75, True),
+        ("local.sh", signal.SIGTERM, 75, True),
+        ("local.sh", signal.SIGINT, 2, False),
+        ("interactive.sh", "close", 75, True),
+    ],
+)
+def test_a_closed_terminal_ends_a_run_like_a_signal_to_save(tmp_path, script, how, code, saved):
+    """The launcher prints all the time, also while it saves, and ends where it cannot print."""
+    launcher = tmp_path / "srun"
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"PYTHON": "/bin/true", "MPIEXEC": str(launcher), "SLURM_CPUS_ON_NODE": "2", "LOGS": str(tmp_path)}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAVED": str(tmp_path / "saved")}
+    process, terminal = at_a_terminal([str(ROOT / "launch" / script), "configs/quickstart.yaml"], job)
+    try:
+        while b"a step" not in os.read(terminal, 4096):
+            pass
+        if how == "close":
+            os.close(terminal)
+        else:
+            process.send_signal(how)
+        assert process.wait(timeout=20) == code
+    finally:
+        process.kill()
+    assert (tmp_path / "saved").exists() == saved
 
 
 @pytest.mark.parametrize(
