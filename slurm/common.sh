@@ -139,7 +139,8 @@ wait_for() {
     fi
 }
 
-# Passes the launcher's output on to a terminal. mpiexec ends the job where it cannot write; this reads on.
+# Passes the launcher's output on. mpiexec ends the job where it cannot write (the terminal is closed, the disk full); this
+# reads on.
 relay() { trap '' HUP INT QUIT TERM && exec tee --output-error=warn /dev/null 2>/dev/null; }
 
 # run_apart SIGNAL COMMAND...: runs a launcher to its end; sets rc, and closes the output. The launcher is a process group
@@ -147,8 +148,12 @@ relay() { trap '' HUP INT QUIT TERM && exec tee --output-error=warn /dev/null 2>
 # the terminal is closed, as SIGNAL.
 run_apart() {
     local name step relays=()
-    [ ! -t 1 ] || { exec > >(relay) && relays+=($!); }
-    [ ! -t 2 ] || { exec 2> >(relay >&2) && relays+=($!); }
+    if [ /dev/fd/1 -ef /dev/fd/2 ]; then # one relay keeps the order of lines
+        exec > >(relay) 2>&1 && relays=($!)
+    else
+        exec > >(relay) && relays=($!)
+        exec 2> >(relay >&2) && relays+=($!)
+    fi
     set -m
     "${@:2}" </dev/null &
     step=$!
@@ -159,7 +164,7 @@ run_apart() {
     trap "kill -$1 $step 2>/dev/null || true" HUP TERM
     wait_for "$step"
     exec >&- 2>&-
-    wait ${relays[@]+"${relays[@]}"} || true # for the last lines
+    wait "${relays[@]}" || true # for the last lines
 }
 
 # Runs the ranks to their end; sets rc.

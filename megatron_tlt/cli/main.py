@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import sys
 import traceback
@@ -20,6 +19,7 @@ from megatron_tlt.cli.ranks import print_problems
 from megatron_tlt.cli.report import add_report
 from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
+from megatron_tlt.cli.streams import drop_unwritable, open_closed_streams
 from megatron_tlt.cli.train import add_sft, add_train
 from megatron_tlt.cli.watch import add_watch
 from megatron_tlt.distributed.launch import detect_launch
@@ -51,7 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     rank fails before the ranks have met.
     """
     open_closed_streams()
+    drop_unwritable("stderr")  # an error must not hide behind another one
     args = _parse(argv)
+    if args.command == "sft" or "train" in (args.command, getattr(args, "action", None)):
+        drop_unwritable("stdout")  # a training is worth more than its output; others are run for theirs
     try:
         code = int(args.run(args))
         sys.stdout.flush()
@@ -77,22 +80,6 @@ def _report(error: Exception, code: int) -> None:
     else:
         traceback.print_exception(error)
     note_exit(code)
-
-
-def open_closed_streams() -> None:
-    """Opens /dev/null in place of standard streams that services and cron have closed (`>&-`): the next file that is
-    opened would get the number of one, and all output with it. Characters that standard output cannot encode become
-    "?": they must not end a run.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest free number: this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_tlt.distributed.heap import on_clean_heap
@@ -50,7 +51,7 @@ def exit_together(code: int) -> NoReturn:
     from mpi4py import MPI
 
     MPI.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # the code counts, also on a full disk
+        sys.stdout.flush()
     time.sleep(_LEAVE_S)
     os._exit(code)

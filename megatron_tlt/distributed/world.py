@@ -251,8 +251,8 @@ class World:
 
         After a timeout this rank `waited_for` others, and all stacks are written first.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk must not keep this rank from ending the others
+            sys.stdout.flush()
         if self._phase.monitor is not None:
             self._phase.monitor.close("timeout" if waited_for else "failed", detail, waited_for)
         aborts = [1]

@@ -50,6 +50,15 @@ def test_local_starts_its_ranks_itself_within_an_allocation_of_slurm(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_full_disk_under_its_log_ends_no_run(tmp_path):
+    """The real mpiexec, which ends where it cannot write; /dev/full fails like a full disk."""
+    environment = os.environ | {"MPIEXEC": str(MPIEXEC), "PYTHON": "/bin/echo"}
+    command = [str(ROOT / "launch/local.sh"), "-n", "2", "c.yaml"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=full, timeout=60, check=False)
+    assert done.returncode == 0
+
+
 LAUNCHER = """#!/bin/bash
 trap 'echo saving && echo saved >"$SAVED"; exit 75' TERM USR1
 trap 'exit 2' INT
