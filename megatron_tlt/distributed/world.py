@@ -7,11 +7,13 @@ names the missing ranks and their phases.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import re
 import resource
 import socket
+import struct
 import sys
 import threading
 import time
@@ -53,6 +55,7 @@ _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
 _OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
+_SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
@@ -127,6 +130,10 @@ class World:
             keep_freed_pages()
         try:
             store = _join(comm, hosts, device, section.timeout_s)
+        except OSError as error:  # of rank 0, for its address
+            names = f"rank 0 finds no address of {hosts[0]} at which the other hosts reach it ({error})"
+            remedy = "set GLOO_SOCKET_IFNAME (slurm/: IFACE) to the interface between the hosts (ip -br address)"
+            raise DistributedError(f"{names}: {remedy}, or make the host names resolve") from error
         except RuntimeError as error:  # PyTorch's, of stores and groups
             limit = f"within {section.timeout_s:g} s (distributed.timeout_s)"
             where = f"rank {comm.rank} of {comm.size} on {hosts[comm.rank]}"
@@ -385,12 +392,20 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
 
 
 def _reachable_address(hosts: list[str]) -> str:
-    """The address at which the other hosts reach this one, the first of `hosts`."""
-    address = socket.gethostbyname(hosts[0])
-    if not address.startswith("127."):
-        return address
-    # Debian gives a machine's own name to 127.0.1.1: take the address from which packets to another host leave.
-    other = next(host for host in hosts if host != hosts[0])
+    """The address at which the other hosts reach this one, the first of `hosts`: of the interface that
+    GLOO_SOCKET_IFNAME names, else of the host name. Raises OSError.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].encode()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError):  # none of this name, or without an IPv4 address: gloo says so
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface))
+            address = socket.inet_ntoa(found[20:24])
+            if not address.startswith("127."):
+                return address
+        address = socket.gethostbyname(hosts[0])
+        if not address.startswith("127."):
+            return address
+        # Debian gives a machine's own name to 127.0.1.1: take the address from which packets to another host leave.
+        other = next(host for host in hosts if host != hosts[0])
         probe.connect((other, 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -71,6 +71,25 @@ def test_a_rank_that_fails_before_mpi_starts_ends_all_with_its_error(tmp_path, l
     assert (tmp_path / "exit").read_text() == f"{codes[0]}\n"
 
 
+NAMELESS = """
+import os, socket, sys
+from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.run import DistributedSection
+socket.gethostname = lambda: "host-" + os.environ["PMI_RANK"]
+def unknown(name):
+    raise socket.gaierror(-2, "Name or service not known")
+socket.gethostbyname = unknown
+sys.exit(run_on_every_rank(DistributedSection(device="cpu"), 1, lambda world: 0))
+"""
+
+
+def test_a_host_name_that_does_not_resolve_is_named_with_a_remedy():
+    done = run_ranks(2, ["-c", NAMELESS], check=False, timeout=60)
+    assert done.returncode != 0 and "Traceback" not in done.stdout
+    assert "phase start: rank 0 finds no address of host-0 at which" in done.stdout
+    assert "Name or service not known): set GLOO_SOCKET_IFNAME" in done.stdout
+
+
 SHARED = """
 import os, re, sys
 from megatron_tlt.config.run import DistributedSection
