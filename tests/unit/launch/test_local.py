@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -136,6 +137,42 @@ def test_local_before_setup_names_the_next_step(tmp_path):
     done = run(tmp_path, "local.sh", "c.yaml", MPIEXEC="/nowhere/mpiexec")
     assert done.returncode == 2
     assert "/nowhere/mpiexec is not there: run 'make setup' first" in done.stderr
+
+
+PYTHON = """#!/bin/bash
+[ "$2" = venv ] || exit 0
+place="${@: -1}"
+[ "$3" != --clear ] || rm -rf "$place"
+mkdir -p "$place/bin" && cp "$0" "$place/bin/python"
+"""
+STAMP = ".installed-requirements.txt"
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "kept"),
+    [
+        (["pyvenv.cfg", "theirs"], 1, True),
+        (["pyvenv.cfg", STAMP, "vllm/pyvenv.cfg"], 1, True),
+        (["pyvenv.cfg", STAMP, "old"], 0, False),
+        (["vllm/pyvenv.cfg"], 0, True),
+    ],
+)
+def test_setup_clears_only_what_it_has_made(tmp_path, found, code, kept):
+    """Of a .venv without a working pip, such as uv's, a moved one, or one of which only the engine's is there."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for name in ("requirements.txt", "requirements-dev.txt", "pyproject.toml"):
+        (tmp_path / name).touch()
+    for name in found:
+        (tmp_path / ".venv" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv" / name).touch()
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PYTHON": str(tmp_path / "python")}
+    command = [str(tmp_path / "launch/setup.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("move or remove it" in done.stderr) == bool(code)
+    assert (tmp_path / ".venv" / found[-1]).exists() == kept
 
 
 @pytest.mark.parametrize(
