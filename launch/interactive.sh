@@ -45,13 +45,7 @@ else
     say "cannot write to $where: the exit code will be srun's, 137 where the ranks' is 1 or 2"
 fi
 set_srun_words
-srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
-    "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@" </dev/null &
-step=$!
-trap : INT QUIT # srun receives them from the terminal itself
-for name in HUP TERM USR1; do
-    # shellcheck disable=SC2064  # now: the name
-    trap "kill -$name $step 2>/dev/null || true" "$name"
-done
-wait_for "$step"
+# USR1, which srun passes on: its own answer to SIGTERM and SIGHUP is SIGKILL for the ranks.
+run_apart USR1 srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
+    "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@"
 exit "$(exit_code "$rc" "$(read_number "${notes:-/nonexistent}/exit" "")")"

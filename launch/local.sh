@@ -8,7 +8,8 @@
 #
 # The exit code is the job's. PYTHON and MPIEXEC replace the ones in .venv.
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" script_name=local.sh
+source "$root/slurm/common.sh"
 
 usage() {
     sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -49,6 +50,8 @@ export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREAD
 export TOKENIZERS_PARALLELISM=false
 # All ranks are on this machine, so nothing must be reachable from outside.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"
+# Also within an allocation of Slurm, where mpiexec would start them through srun.
+export HYDRA_LAUNCHER=fork HYDRA_RMK=user HYDRA_IFACE=lo
 # A rank that waits in MPI yields its core: with more ranks than cores, spinning ones slow the working ones 4x.
 export MPIR_CVAR_ENABLE_HEAVY_YIELD="${MPIR_CVAR_ENABLE_HEAVY_YIELD:-1}"
 export MPIR_CVAR_POLLS_BEFORE_YIELD="${MPIR_CVAR_POLLS_BEFORE_YIELD:-10}"
@@ -59,4 +62,5 @@ fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # `-m mpi4py` ends all ranks when one of them raises.
-exec "$mpiexec" -iface lo -n "$ranks" "$python" -m mpi4py -m megatron_tlt "$command" "$@" </dev/null
+run_apart TERM "$mpiexec" -n "$ranks" "$python" -m mpi4py -m megatron_tlt "$command" "$@"
+exit "$rc"

@@ -34,6 +34,17 @@ fingerprint() {
     { cat requirements.txt requirements-dev.txt pyproject.toml; pwd; "$venv/bin/python" -V; } | cksum | tr ' ' '-'
 }
 
+# Sets `clear` for an environment that does not work any more: only what this script has made is removed, and not with an
+# engine in it (`make setup-vllm`). A directory that is no environment keeps what it has.
+clear_ours() {
+    clear=()
+    [ -e "$venv/pyvenv.cfg" ] || return 0
+    compgen -G "$venv/.installed-*" >/dev/null && ! compgen -G "$venv/*/pyvenv.cfg" >/dev/null ||
+        fail "$PWD/$venv has no working pip, and was not made by this script or has other environments in it:
+move or remove it, and run this again"
+    clear=(--clear)
+}
+
 # requirements-dev.txt includes requirements.txt, so its stamp stands for both.
 is_done() {
     local name
@@ -46,7 +57,7 @@ is_done() {
 
 make_venv() {
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
-    local python
+    local python clear
     python="$(find_python)"
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python cannot make virtual environments: ensurepip or venv is missing.
@@ -54,7 +65,8 @@ Debian, Ubuntu: apt-get install python3-venv (or the python3.x-venv of that Pyth
     "$python" -c "$has_headers" ||
         fail "the headers of $python are missing; pycosat, which reasoning-gym needs, is compiled while installing.
 Debian, Ubuntu: apt-get install python3-dev (or the python3.x-dev of that Python)"
-    "$python" -m venv --clear "$venv" || fail "'$python -m venv $venv' failed"
+    clear_ours
+    "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "'$python -m venv $venv' failed"
 }
 
 is_done && exit 0

@@ -1,4 +1,4 @@
-# Shared by the .sbatch files; sourced, never run by itself. Usage: docs/guides/slurm.md.
+# Shared by the .sbatch files and launch/; sourced, never run by itself. Usage: docs/guides/slurm.md.
 #
 # From the environment (sbatch passes it on):
 #   PYTHON      interpreter of the ranks (default: .venv of this repository; in a container: python3)
@@ -12,6 +12,7 @@
 #   SRUN_ARGS   more arguments for srun
 # shellcheck shell=bash
 set -euo pipefail
+export SLURM_TIME_FORMAT=standard # `date` reads what scontrol prints
 
 # A log that cannot be written (a full file system) must not end the script: it would neither signal nor requeue.
 say() { echo "[$(date +%FT%T)] $*" || true; }
@@ -138,6 +139,34 @@ wait_for() {
     fi
 }
 
+# Passes the launcher's output on. mpiexec ends the job where it cannot write (the terminal is closed, the disk full); this
+# reads on.
+relay() { trap '' HUP INT QUIT TERM && exec tee --output-error=warn /dev/null 2>/dev/null; }
+
+# run_apart SIGNAL COMMAND...: runs a launcher to its end; sets rc, and closes the output. The launcher is a process group
+# of its own, so that signals of the terminal come to this script alone, which passes them on: SIGTERM, and SIGHUP when
+# the terminal is closed, as SIGNAL.
+run_apart() {
+    local name step relays=()
+    if [ /dev/fd/1 -ef /dev/fd/2 ]; then # one relay keeps the order of lines
+        exec > >(relay) 2>&1 && relays=($!)
+    else
+        exec > >(relay) && relays=($!)
+        exec 2> >(relay >&2) && relays+=($!)
+    fi
+    set -m
+    "${@:2}" </dev/null &
+    step=$!
+    set +m
+    # shellcheck disable=SC2064  # now: the names
+    for name in INT QUIT USR1 USR2; do trap "kill -$name $step 2>/dev/null || true" "$name"; done
+    # shellcheck disable=SC2064
+    trap "kill -$1 $step 2>/dev/null || true" HUP TERM
+    wait_for "$step"
+    exec >&- 2>&-
+    wait "${relays[@]}" || true # for the last lines
+}
+
 # Runs the ranks to their end; sets rc.
 run_step() {
     local step
@@ -152,6 +181,7 @@ run_step() {
     local noted
     noted="$(read_number "$attempt/exit" "")"
     if [ "$rc" -eq 0 ] && [ -z "$noted" ] && [ "${ranks_note_exit:-0}" = 1 ]; then
+        look_at_job
         if is_requeued || [ "$(job_fact JobState)" != RUNNING ]; then
             say "srun ended with 0, but the ranks have noted no exit code: treated as a failure"
             rc=1
@@ -170,6 +200,7 @@ run_attempt() {
     open_logs
     set_srun_words
     say "job $SLURM_JOB_ID attempt $number: $SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $SLURM_NTASKS ranks, $attempt"
+    look_at_job 1
     warn_of_short_time "$(job_fact TimeLimit)" "$(asked signal)" ", unless sbatch was given another"
     if [ "$number" -gt 0 ] && ls "$job_logs"/*/checkpoint >/dev/null 2>&1; then again=(checkpoint.resume=auto); fi
     set_command "$config" "${@:2}" ${again[@]+"${again[@]}"}
@@ -184,8 +215,15 @@ read_number() { if [ -s "$1" ]; then cat "$1"; else echo "$2"; fi; }
 # lost srun's.
 exit_code() { if [ "${2:-0}" -ne 0 ] || { [ "${lost:-0}" = 1 ] && [ -n "$2" ]; }; then echo "$2"; else echo "$1"; fi; }
 
-# "JobState" and the like of this job.
-job_fact() { scontrol show job "$(slurm_job)" | sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" | head -n 1; }
+# What Slurm knows of this job, into `facts`: nothing where slurmctld does not answer (it restarts, or has much to do), for
+# two minutes or the given number of tries.
+look_at_job() {
+    local tries="${1:-12}"
+    until facts="$(scontrol show job "$(slurm_job)")" || [ $((tries -= 1)) -le 0 ]; do sleep 10; done
+}
+
+# "JobState" and the like, of `facts`.
+job_fact() { sed -n "s/.*\<$1=\([^ ]*\).*/\1/p" <<<"$facts" | head -n 1; }
 
 # Whether Slurm itself has requeued this job, as after `scontrol requeue` or when a node has failed. The job's times are
 # then those of the next start.
@@ -240,11 +278,13 @@ requeue_or_exit() {
     [ "$rc" -ne 0 ] || { say "done"; exit 0; }
     report_failure || true # what it prints may find no room
     [ "$rc" -ne 2 ] || { say "wrong configuration or arguments: not requeued"; exit 2; }
-    if is_requeued; then
+    look_at_job
+    if [ -z "$(job_fact JobState)" ]; then
+        say "Slurm does not answer: not known whether this job was cancelled or requeued; going on to a requeue"
+    elif is_requeued; then
         say "Slurm has requeued this job by itself: nothing to do here"
         exit "$rc"
-    fi
-    if is_being_ended; then
+    elif is_being_ended; then
         say "cancelled or preempted: this script does not requeue it"
         exit "$rc"
     fi
@@ -256,7 +296,8 @@ requeue_or_exit() {
     fi
     say "requeueing (attempts in a row without a new checkpoint step: $stalls of ${MAX_STALLS:-2})"
     trap - TERM # Slurm now ends this script with it
-    scontrol requeue "$(slurm_job)" || { say "cannot requeue: submit the same command again to resume"; exit "$rc"; }
+    scontrol requeue "$(slurm_job)" || { look_at_job && is_requeued || scontrol requeue "$(slurm_job)"; } ||
+        { say "cannot requeue: submit the same command again to resume"; exit "$rc"; }
     sleep 60 # an exit before Slurm ends the script could count as the job's end
 }
 

@@ -22,7 +22,8 @@ def launch(ranks: int, command: list[str], shows: bool = False) -> str:
     """Runs `command` on ranks of one thread each; its output. Ends the benchmark if it fails. `shows`: prints the
     output line by line.
     """
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    here = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}  # within an allocation, too, not through Slurm
+    env = {**os.environ, **here, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     bind = ["-bind-to", "core"] if ranks <= (os.cpu_count() or 1) else []
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     whole = [mpiexec, *bind, "-n", str(ranks), sys.executable, "-m", "mpi4py", *command]

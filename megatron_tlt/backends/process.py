@@ -27,9 +27,8 @@ from megatron_tlt.backends.transport import SharedDirectory
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.workers.child_signals import signals_blocked
+from megatron_tlt.workers.process import LAUNCHER
 
-# Variables of a launcher for its ranks: the engine starts MPI or Ray of its own and must not join the ranks' job.
-_LAUNCHER = ("PMI_", "PMI2_", "PMIX_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
 _TAIL_BYTES = 4000
 _TICK_S = 0.25
@@ -58,7 +57,7 @@ class EngineLaunch:
 def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, str]) -> dict[str, str]:
     """The environment of the engine's process: ours without launcher, Python and Megatron's; and `more`. Pure."""
     dropped = (*_PYTHON, "CUDA_DEVICE_MAX_CONNECTIONS")  # the engine's kernels need more than one hardware queue
-    kept = {name: value for name, value in ours.items() if not name.startswith(_LAUNCHER) and name not in dropped}
+    kept = {name: value for name, value in ours.items() if not name.startswith(LAUNCHER) and name not in dropped}
     return {**kept, "PYTHONPATH": package, **more}
 
 

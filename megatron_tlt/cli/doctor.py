@@ -171,7 +171,9 @@ def check_two_ranks(launcher: str | None) -> Finding:
     """Two ranks start, and meet through MPI and torch.distributed (`cli/two_ranks.py`)."""
     start = shlex.split(launcher or "mpiexec -n 2")  # that beside Python, if there is one
     program = ["-m", "mpi4py", "-m", "megatron_tlt.cli.two_ranks", str(_TWO_RANKS_S / 2)]
-    code, lines = _run([*start, sys.executable, *program])
+    # On this machine, also within an allocation of Slurm; of a launcher that was named the user decides.
+    here = {} if launcher else {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
+    code, lines = _run([*start, sys.executable, *program], **here)
     if code == 0:
         return Finding("two ranks", "ok", f"both ranks met ({' '.join(start)})")
     errors = [line.strip() for line in lines if "Error" in line] or lines
@@ -185,12 +187,15 @@ def version_of(name: str) -> str | None:
     return next((found.version for found in metadata.distributions(name=name)), None)
 
 
-def _run(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Exit code and lines, stdout's before stderr's; 127 where the program cannot be run or does not end in time."""
+def _run(command: Sequence[str], **variables: str) -> tuple[int, list[str]]:
+    """Exit code and lines, stdout's before stderr's; 127 where the program cannot be run or does not end in time.
+
+    `variables`: more of its environment.
+    """
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": _TWO_RANKS_S}
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    options["env"] = {**os.environ, "PATH": programs, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    options["env"] = {**os.environ, "PATH": programs, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     try:
         done = subprocess.run(list(command), check=False, stdin=subprocess.DEVNULL, **options)
     except (subprocess.TimeoutExpired, OSError) as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import re
 import sys
+import traceback
+from functools import partial
 
 from megatron_tlt.cli.check import add_check
 from megatron_tlt.cli.doctor import add_doctor
@@ -19,11 +20,14 @@ from megatron_tlt.cli.ranks import print_problems
 from megatron_tlt.cli.report import add_report
 from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
+from megatron_tlt.cli.streams import drop_unwritable, open_closed_streams
 from megatron_tlt.cli.train import add_sft, add_train
 from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.distributed.mpi import has_started, start_mpi
 from megatron_tlt.errors import ConfigError, DataError, TltError, printable
-from megatron_tlt.observe.attempt import note_exit, wait_for_exit_note
+from megatron_tlt.observe.attempt import note_exit
 
+_ON_RANKS = ("train", "sft", "eval", "generate", "export", "drafter")  # these commands start MPI
 _COMMANDS = (
     add_train,
     add_sft,
@@ -45,43 +49,39 @@ _SETTING = re.compile(r"--\w+(\.\w+)+(=|$)")  # as options of other programs
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, 1 (failed) or 2 (arguments, configuration or input files are wrong).
 
-    A run that a signal ended after a checkpoint does not return: its ranks exit with 75.
+    A run that a signal ended after a checkpoint does not return: its ranks exit with 75. Nor does a job in which a
+    rank fails before the ranks have met.
     """
     open_closed_streams()
+    drop_unwritable("stderr")  # an error must not hide behind another one
     args = _parse(argv)
+    if args.command == "sft" or "train" in (args.command, getattr(args, "action", None)):
+        drop_unwritable("stdout")  # a training is worth more than its output; others are run for theirs
     try:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except (ConfigError, DataError) as error:
-        # Every rank finds the same problems; one copy is enough.
-        if detect_launch().rank in (0, None) or not wait_for_exit_note():
-            print_problems(error)
-            note_exit(BAD_INPUT)
-        return BAD_INPUT
     except BrokenPipeError:  # `| head` has read enough; the rest of the buffer must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
-    except (TltError, OSError) as error:
+    except Exception as error:  # noqa: BLE001  whatever it is, the other ranks would wait for this one for ever
+        code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED
+        report = partial(_report, error, code)
+        if args.command in _ON_RANKS and detect_launch().size != 1 and not has_started():
+            start_mpi(code, report)
+        report()
+        return code
+
+
+def _report(error: Exception, code: int) -> None:
+    """Prints why a command has failed, and notes the exit code."""
+    if isinstance(error, ConfigError | DataError):
+        print_problems(error)
+    elif isinstance(error, TltError | OSError):
         print(printable(f"megatron-tlt: {type(error).__name__}: {error}"), file=sys.stderr)
-        note_exit(FAILED)
-        return FAILED
-
-
-def open_closed_streams() -> None:
-    """Opens /dev/null in place of standard streams that services and cron have closed (`>&-`): the next file that is
-    opened would get the number of one, and all output with it. Characters that standard output cannot encode become
-    "?": they must not end a run.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)  # the lowest free number: this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    else:
+        traceback.print_exception(error)
+    note_exit(code)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -28,10 +28,14 @@ def add_status(commands: Any) -> None:
 
 
 def _status(args: argparse.Namespace) -> int:
-    if not args.run_dir.is_dir():
-        allowed = f"must be the directory of a run: {no_such_file(args.run_dir)}"
-        raise ConfigError.of("RUN_DIR", str(args.run_dir), allowed)
-    status = read_status(args.run_dir)
+    try:
+        if not args.run_dir.is_dir():
+            allowed = f"must be the directory of a run: {no_such_file(args.run_dir)}"
+            raise ConfigError.of("RUN_DIR", str(args.run_dir), allowed)
+        status = read_status(args.run_dir)
+    except PermissionError as error:
+        allowed = f"must be a run that you may read: {error.filename}: {error.strerror}"
+        raise ConfigError.of("RUN_DIR", str(args.run_dir), allowed) from error
     if args.json:
         print(json.dumps(status.as_json(), indent=2))
     else:

@@ -7,12 +7,13 @@ names the missing ranks and their phases.
 
 from __future__ import annotations
 
-import importlib
+import fcntl
 import logging
 import os
 import re
 import resource
 import socket
+import struct
 import sys
 import threading
 import time
@@ -35,8 +36,9 @@ from megatron_tlt.distributed.devices import (
     hide_gpus,
     set_nccl_environment,
 )
-from megatron_tlt.distributed.heap import keep_freed_pages, on_clean_heap
+from megatron_tlt.distributed.heap import keep_freed_pages
 from megatron_tlt.distributed.launch import detect_launch
+from megatron_tlt.distributed.mpi import exit_together, start_mpi
 from megatron_tlt.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -48,12 +50,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # at most between two looks at a counter
-_LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
 _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
 _OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
+_SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
@@ -106,10 +108,10 @@ class World:
         Raises DistributedError if the ranks cannot connect, if two have the same GPU, or if the world does not have the
         size that the launcher announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
         """
-        allow_open_files()
         if section.device == "cpu":
             hide_gpus()
-        comm = _start_mpi()
+        comm = start_mpi()
+        allow_open_files()  # now: a rank that fails before MPI's start leaves the others waiting there
         launch = detect_launch()
         if launch.size is not None and comm.size != launch.size:
             raise DistributedError(
@@ -128,6 +130,10 @@ class World:
             keep_freed_pages()
         try:
             store = _join(comm, hosts, device, section.timeout_s)
+        except OSError as error:  # of rank 0, for its address
+            names = f"rank 0 finds no address of {hosts[0]} at which the other hosts reach it ({error})"
+            remedy = "set GLOO_SOCKET_IFNAME (slurm/: IFACE) to the interface between the hosts (ip -br address)"
+            raise DistributedError(f"{names}: {remedy}, or make the host names resolve") from error
         except RuntimeError as error:  # PyTorch's, of stores and groups
             limit = f"within {section.timeout_s:g} s (distributed.timeout_s)"
             where = f"rank {comm.rank} of {comm.size} on {hosts[comm.rank]}"
@@ -252,8 +258,8 @@ class World:
 
         After a timeout this rank `waited_for` others, and all stacks are written first.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk must not keep this rank from ending the others
+            sys.stdout.flush()
         if self._phase.monitor is not None:
             self._phase.monitor.close("timeout" if waited_for else "failed", detail, waited_for)
         aborts = [1]
@@ -269,7 +275,7 @@ class World:
         MPI is closed, without the seconds of tearing an interpreter down.
         """
         self.close()
-        _exit_together(code)
+        exit_together(code)
 
     def ends_early(self, saved: bool, detail: str) -> None:
         """Sets how this rank ends: before the run's last step, with or without a checkpoint; `detail` for people."""
@@ -317,7 +323,7 @@ class World:
             if time.monotonic() > until:
                 return
             time.sleep(0.02)
-        _exit_together(code)
+        exit_together(code)
 
     def close(self) -> None:
         """Orderly end: waits for all ranks, so that rank 0's store outlives its clients."""
@@ -329,27 +335,6 @@ class World:
     def _close_monitor(self) -> None:
         if self._phase.monitor is not None:
             self._phase.monitor.close(*self._phase.outcome)
-
-
-def _exit_together(code: int) -> NoReturn:
-    from mpi4py import MPI
-
-    MPI.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(_LEAVE_S)
-    os._exit(code)
-
-
-def _start_mpi() -> MPI.Comm:
-    import mpi4py  # here, because it initialises MPI at import: only a World may cause that
-
-    mpi4py.rc.thread_level = "multiple"
-    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin is the PMI
-        on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.Dup()
 
 
 def _is_answered(ask_store: Callable[[], object]) -> bool:
@@ -407,12 +392,20 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
 
 
 def _reachable_address(hosts: list[str]) -> str:
-    """The address at which the other hosts reach this one, the first of `hosts`."""
-    address = socket.gethostbyname(hosts[0])
-    if not address.startswith("127."):
-        return address
-    # Debian gives a machine's own name to 127.0.1.1: take the address from which packets to another host leave.
-    other = next(host for host in hosts if host != hosts[0])
+    """The address at which the other hosts reach this one, the first of `hosts`: of the interface that
+    GLOO_SOCKET_IFNAME names, else of the host name. Raises OSError.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].encode()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError):  # none of this name, or without an IPv4 address: gloo says so
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface))
+            address = socket.inet_ntoa(found[20:24])
+            if not address.startswith("127."):
+                return address
+        address = socket.gethostbyname(hosts[0])
+        if not address.startswith("127."):
+            return address
+        # Debian gives a machine's own name to 127.0.1.1: take the address from which packets to another host leave.
+        other = next(host for host in hosts if host != hosts[0])
         probe.connect((other, 9))  # sends nothing
         return str(probe.getsockname()[0])

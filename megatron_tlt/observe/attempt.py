@@ -9,32 +9,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from megatron_tlt.observe.files import write_atomically
 
 VARIABLE = "MEGATRON_TLT_ATTEMPT"
-FIRST_RANK_S = 60.0  # imports from a shared file system may take one rank that much longer than another
 
 
 def note_exit(code: int) -> None:
     """Writes the code with which the job is to end."""
     _note("exit", code)
-
-
-def wait_for_exit_note() -> bool:
-    """Whether another rank notes its exit code within `FIRST_RANK_S`. Without the variable True, at once.
-
-    srun ends all ranks when the first one exits, also a rank 0 that has not come to say why.
-    """
-    directory = os.environ.get(VARIABLE)
-    until = time.monotonic() + FIRST_RANK_S
-    while directory and not (Path(directory) / "exit").exists():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def note_start(step: int) -> None:

@@ -69,7 +69,8 @@ def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock
     A start that is refused afterwards takes back what it has made there (`World.refuse`). Raises ConfigError where it
     cannot be made, on every rank RunDirectoryError if another job uses it.
     """
-    take_back = _take_back(run_dir)
+    # Rank 0 alone: where NFS has no file, a host that has looked takes it for missing for a while after it is made.
+    take_back = _take_back(run_dir) if world.is_main else None
     world.barrier()  # rank 0 has looked before any rank makes it
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the user may read responses and weights
@@ -85,7 +86,7 @@ def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock
     problem = world.broadcast_object(problem)
     if problem is not None:
         raise RunDirectoryError(problem)
-    if lock is not None:
+    if take_back is not None:
         world.at_refusal(take_back)
     return lock
 

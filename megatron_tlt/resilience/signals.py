@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import ShutdownSection
@@ -29,28 +29,16 @@ class StopSignals:
         self._on_signal: Callable[[], None] | None = None
         self._clock, self._exit_now = clock, exit_now
         self._last = 0.0
-        self._wakeup_fd = -1
-        self._previous: dict[int, Any] = {}
 
     def install(self) -> StopSignals:
-        """Replaces the handlers; the main thread only. `restore` undoes it."""
-        read, self._wakeup_fd = os.pipe()
-        os.set_blocking(self._wakeup_fd, False)
-        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        """Replaces the handlers; the main thread only."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (WARNING, TERM):
-            self._previous[number] = signal.signal(number, _noted_by_thread)
+            signal.signal(number, _noted_by_thread)
         threading.Thread(target=self._note_all, args=(read,), name="signals", daemon=True).start()
         return self
-
-    def restore(self) -> None:
-        """Puts back the handlers that were there before. Idempotent."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-        if self._wakeup_fd >= 0:
-            signal.set_wakeup_fd(-1)
-            os.close(self._wakeup_fd)  # ends the thread
-            self._wakeup_fd = -1
 
     def on_signal(self, callback: Callable[[], None] | None) -> None:
         """From now on the thread calls `callback` after each signal; at once if there was one already."""
@@ -77,11 +65,10 @@ class StopSignals:
         seconds = {WARNING: section.warning_s, TERM: section.term_s}
         return min((at + seconds[number] for number, at in self.first_at.items()), default=None)
 
-    def _note_all(self, read: int) -> None:
-        while data := os.read(read, 64):
-            for number in data:
+    def _note_all(self, read: int) -> NoReturn:
+        while True:
+            for number in os.read(read, 64):
                 self.note(number)
-        os.close(read)
 
 
 def _noted_by_thread(number: int, frame: FrameType | None) -> None:

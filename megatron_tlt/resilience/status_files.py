@@ -14,6 +14,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,13 @@ class StatusFiles:
         return None if tree is None else RankStatus(**tree)
 
     def read_ranks(self) -> tuple[dict[int, RankStatus], list[str]]:
-        """All ranks' statuses by rank, and a line for each damaged file."""
+        """All ranks' statuses by rank, and a line for each damaged file. Raises OSError where they may not be read."""
         ranks: dict[int, RankStatus] = {}
         problems = []
-        for path in sorted(self.status.glob("rank-*.json")):
+        names: list[str] = []
+        with suppress(FileNotFoundError, NotADirectoryError):  # no run yet
+            names = os.listdir(self.status)  # unlike `glob` it does not take a forbidden directory for an empty one
+        for path in (self.status / name for name in sorted(names) if fnmatch(name, "rank-*.json")):
             try:
                 status = self.read_rank(int(path.stem.removeprefix("rank-")))
             except (ValueError, TypeError) as error:

@@ -55,8 +55,8 @@ class Watchdog:
         self._options, self._clock = options, clock
         self._files = StatusFiles(options.run_dir)
         self._pids = dict(options.pids)  # of the ranks that have not ended
-        self._written = dict.fromkeys(self._pids, 0)  # when each file changed last, nanoseconds
-        self._silent = dict.fromkeys(self._pids, 0.0)  # seconds since then, without those in which this process slept
+        # When a file changed last, nanoseconds; seconds since then, without those in which this process slept.
+        self._seen: dict[Path, tuple[int, float]] = {}
         self._end: JobEnd | None = None
         self._kill_at = float("inf")
         self._looked_at = clock()
@@ -78,7 +78,7 @@ class Watchdog:
             self._look()
 
     def _look(self) -> None:
-        """Finds what the kernel does not report: the end of the job on another host, and silent ranks."""
+        """Finds what the kernel does not report: the end of the job on another host, silent ranks and hosts."""
         now = self._clock()
         for rank in self._pids.keys() - set(self._rank_of.values()):
             if not Path(f"/proc/{self._pids[rank]}").exists():
@@ -94,18 +94,38 @@ class Watchdog:
         end = self._files.read_end(self._options.start)
         if end is not None:
             self._end_job(end)
-        elif hung := self._hung(seconds):
+        elif self._options.hang_s and (hung := [*self._hung(seconds), *self._lost(seconds)]):
             self._claim_hung(hung)
 
-    def _hung(self, seconds: float) -> list[int]:
-        """The ranks without a sign of life for `hang_s`; `seconds` have passed since the last call."""
-        for rank in self._pids:
-            with suppress(OSError):
-                written = self._files.rank(rank).stat().st_mtime_ns
-                is_news, self._written[rank] = written != self._written[rank], written
-                self._silent[rank] = 0.0 if is_news else self._silent[rank] + seconds
-        limit = self._options.hang_s
-        return [rank for rank in self._pids if limit and self._silent[rank] >= limit]
+    def _hung(self, seconds: float) -> list[RankStatus]:
+        """This host's ranks without a sign of life for `hang_s`; `seconds` have passed since the last call."""
+        silent = {rank: self._silence(self._files.rank(rank), seconds) for rank in self._pids}
+        return [self._status(rank) for rank in silent if silent[rank] >= self._options.hang_s]
+
+    def _lost(self, seconds: float) -> list[RankStatus]:
+        """The running ranks of hosts whose watchdogs have written nothing for `hang_s`, as without power."""
+        others = set(self._files.status.glob("host-*")) - {self._files.host(min(self._options.pids))}
+        silent = {path for path in others if self._silence(path, seconds) >= self._options.hang_s}
+        return [status for path in silent for status in self._ranks_of(path)]
+
+    def _ranks_of(self, host: Path) -> list[RankStatus]:
+        """The running ranks of a host; none where one has written since its watchdog has, which has ended alone."""
+        with suppress(OSError):
+            ranks = [status for status in self._files.read_ranks()[0].values() if status.start == self._options.start]
+            running = [s for s in ranks if s.outcome == "running" and self._files.host(s.first) == host]
+            last = host.stat().st_mtime + 2 * _LOOK_S
+            if all(self._files.rank(status.rank).stat().st_mtime < last for status in running):
+                return running
+        return []
+
+    def _silence(self, path: Path, seconds: float) -> float:
+        """Seconds since a file changed, of this process's own clock; `seconds` have passed since the last call."""
+        before, silent = self._seen.get(path, (0, 0.0))
+        with suppress(OSError):
+            written = path.stat().st_mtime_ns
+            silent = silent + seconds if written == before else 0.0
+            self._seen[path] = written, silent
+        return silent
 
     def _died(self, rank: int) -> None:
         """Names a rank that has ended, if its status file does not say why and the job was not ending."""
@@ -123,12 +143,11 @@ class Watchdog:
             )
             self._claim("killed", text, [rank])
 
-    def _claim_hung(self, ranks: list[int]) -> None:
-        found = [self._status(rank) for rank in ranks]
+    def _claim_hung(self, found: list[RankStatus]) -> None:
         names = "; ".join(f"{status.name} in {status.where}" for status in found[:16])
         seconds = f"{self._options.hang_s:g} s (watchdog.hang_s)"
         text = f"the job hangs: {names}, without a sign of life for {seconds}; all stacks are in {self._files.stacks}"
-        self._claim("hung", text, ranks)
+        self._claim("hung", text, [status.rank for status in found])
 
     def _claim(self, outcome: str, text: str, ranks: list[int]) -> None:
         """Writes and prints the reason for the end of the job, unless another process has. Ends the job."""

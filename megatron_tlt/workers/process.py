@@ -23,8 +23,9 @@ from types import ModuleType
 from megatron_tlt.workers.child_signals import signals_blocked, unblock_signals
 from megatron_tlt.workers.descendants import die_with, end_descendants
 
-# Variables by which MPI finds its ranks: removed, so that a user's function may import mpi4py.
-_LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
+# Variables by which a launcher's MPI finds its ranks: removed, so that a user's function may import mpi4py, and an
+# engine starts MPI or Ray of its own.
+LAUNCHER = ("PMI_", "PMIX_", "PMI2_", "MPI_", "MPIR_", "MPICH_", "OMPI_", "HYDRA_", "HYDI_", "SLURM_")
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # of a library
 _OUT_OF_MEMORY = errno.ENOMEM  # exit code of `end_if_full`
 _NO_MEMORY = re.compile("MemoryError|out of memory|cannot allocate memory", re.IGNORECASE)  # Python, torch, Linux
@@ -67,7 +68,7 @@ def set_up(rank: int, cpus: Collection[int] = ()) -> None:
         os.sched_setaffinity(0, cpus)
     os.setsid()
     os.dup2(2, 1)  # prints of a user's function must not mix with the rank's own output
-    for name in [name for name in os.environ if name.startswith(_LAUNCHER)]:
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]
     os.environ.update(ONE_THREAD)
     unblock_signals()

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from megatron_tlt.actor import checkpoint_files as files
-from tests.helpers.mpi import run_one, run_ranks, start_one
+from megatron_tlt.observe.attempt import VARIABLE
+from megatron_tlt.resilience.status import read_status
+from tests.helpers.mpi import ROOT, fork_command, rank_environment, run_one, run_ranks, start_one
 from tests.helpers.runs import assert_same_checkpoint, rows, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -120,6 +122,23 @@ def test_a_full_disk_ends_the_rollout_cache_and_not_the_run(whole, train, tmp_pa
         assert "the rollout cache is off" in train()[1]
     assert rows(tmp_path / "run")[-1]["rollout_cache/disabled"] == 1
     assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
+
+
+@pytest.mark.parametrize(("most_bytes", "code", "condition"), [(None, 0, "finished"), (65536, 1, "crashed")])
+def test_a_full_disk_under_the_log_hides_no_end(whole, tmp_path, most_bytes, code, condition):
+    """Both streams go there: the run ends as it would, also with the error of another disk, and notes that."""
+    fault = [FAULTS, json.dumps({"most_bytes": most_bytes})] if most_bytes else ["-m", "megatron_tlt"]
+    command = [*fork_command(), *fault, "train", str(whole / "tiny.yaml"), f"train.run_dir={tmp_path / 'run'}"]
+    environment = rank_environment() | {VARIABLE: str(tmp_path)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, cwd=ROOT, stdout=full, stderr=full, timeout=240, check=False)
+    assert (done.returncode, (tmp_path / "exit").read_text()) == (code, f"{code}\n")
+    status = read_status(tmp_path / "run")
+    assert status.condition == condition
+    if code:
+        assert "CheckpointError: cannot write" in status.end.text
+    else:
+        assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------

@@ -50,6 +50,46 @@ def test_a_rank_that_does_not_connect_ends_the_job_in_phase_start(tmp_path):
     assert (tmp_path / "exit").read_text().strip() == "1"
 
 
+ALONE = """
+import os, sys
+from megatron_tlt.cli.main import main
+rank, lacks = os.environ["PMI_RANK"], sys.argv[1]
+if rank == "1" and lacks == "module":
+    sys.modules["megatron_tlt.trainer.setup"] = None
+sys.exit(main(["train", "no.yaml" if rank == "1" and lacks == "file" else "configs/quickstart.yaml"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lacks", "codes", "said"),
+    [("file", [2], "config file = 'no.yaml'"), ("module", [1, 9], "ModuleNotFoundError")],  # 9: see `mpi.launcher`
+)
+def test_a_rank_that_fails_before_mpi_starts_ends_all_with_its_error(tmp_path, lacks, codes, said):
+    """What its machine lacks; the other rank has come to MPI_Init, and would wait there."""
+    done = run_ranks(2, ["-c", ALONE], lacks, env={VARIABLE: str(tmp_path)}, check=False, timeout=30)
+    assert done.returncode in codes and done.stdout.count(said) == 1, done.stdout
+    assert (tmp_path / "exit").read_text() == f"{codes[0]}\n"
+
+
+NAMELESS = """
+import os, socket, sys
+from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.run import DistributedSection
+socket.gethostname = lambda: "host-" + os.environ["PMI_RANK"]
+def unknown(name):
+    raise socket.gaierror(-2, "Name or service not known")
+socket.gethostbyname = unknown
+sys.exit(run_on_every_rank(DistributedSection(device="cpu"), 1, lambda world: 0))
+"""
+
+
+def test_a_host_name_that_does_not_resolve_is_named_with_a_remedy():
+    done = run_ranks(2, ["-c", NAMELESS], check=False, timeout=60)
+    assert done.returncode != 0 and "Traceback" not in done.stdout
+    assert "phase start: rank 0 finds no address of host-0 at which" in done.stdout
+    assert "Name or service not known): set GLOO_SOCKET_IFNAME" in done.stdout
+
+
 SHARED = """
 import os, re, sys
 from megatron_tlt.config.run import DistributedSection

@@ -8,7 +8,7 @@ TORCH_FREE = """\
 errors types interfaces config data idle sim cli.status cli.simulate
 observe.attempt observe.curves observe.events observe.log observe.progress observe.report observe.report_compare
 observe.rollouts observe.summary observe.timeline
-distributed.launch resilience.signals resilience.heartbeat resilience.watchdog models.hf.files
+distributed.launch distributed.mpi resilience.signals resilience.heartbeat resilience.watchdog models.hf.files
 rollout.request rollout.scheduler rollout.block_manager rollout.speculation.selector
 """
 

@@ -70,7 +70,6 @@ def run_once(job, world):
     ended = trainer.run()
     trainer.close()
     world.barrier()
-    signals.restore()
     if world.is_main:
         world.store.delete_key(STORE_KEY)  # one world for all starts, where every start has its own
     world.barrier()

@@ -134,7 +134,10 @@ def test_the_image_has_one_cudnn():
 
 
 @pytest.mark.mpi
-def test_the_doctor_passes_where_the_tests_run_and_names_what_is_required(capsys, monkeypatch, tmp_path):
+def test_the_doctor_passes_where_the_tests_run_and_names_what_is_required(capsys, monkeypatch, tmp_path, program):
+    program("srun", "exit 1")  # which mpiexec starts its ranks with in an allocation, unless its environment forbids it
+    for name, value in {"JOB_ID": "7", "NNODES": "1", "NODELIST": "x", "TASKS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(doctor, "check_slurm", lambda: doctor.Finding("Slurm", "absent", "not asked here"))
     assert main(["doctor", "--run-dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_tlt.cli.generate import argument_problems
 from megatron_tlt.cli.main import _parse, main
-from megatron_tlt.observe import attempt
 from tests.helpers.synthetic_run import write_run
 
 
@@ -117,15 +116,3 @@ def test_those_who_look_at_runs_name_what_is_wrong(tmp_path, capsys, arguments, 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert main([text.replace("RUN", str(tmp_path)) for text in arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_wrong_configuration_of_a_job_is_printed_though_rank_0_never_comes(tmp_path, capsys, monkeypatch):
-    """srun ends all ranks when the first one exits; rank 0 may still import then."""
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setenv(attempt.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(attempt, "FIRST_RANK_S", 0.2)
-    assert main(["train", "no.yaml"]) == 2
-    assert "no.yaml" in capsys.readouterr().err and (tmp_path / "exit").read_text() == "2\n"
-    assert main(["train", "no.yaml"]) == 2
-    assert capsys.readouterr().err == "", "another rank has printed it"

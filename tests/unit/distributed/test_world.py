@@ -1,9 +1,16 @@
+import fcntl
 import logging
 import socket
 
+import pytest
 import torch
 
 from megatron_tlt.distributed.world import World, _reachable_address
+
+
+@pytest.fixture(autouse=True)
+def no_interface(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
 class Board:
@@ -37,6 +44,22 @@ def test_a_rank_reads_the_board_of_a_large_world_in_few_requests(caplog):
     with caplog.at_level(logging.WARNING):
         world._name_missing(5, 60.0)
     assert "waited 60 s for rank 7 in phase" in caplog.text and store.requests <= 4
+
+
+@pytest.mark.parametrize(("named", "address"), [("ib0,eth1", "10.1.0.7"), ("eth9", "10.0.0.7"), ("lo", "10.0.0.7")])
+def test_the_address_of_the_named_interface_comes_before_the_host_name(monkeypatch, named, address):
+    """IFACE under Slurm: a host name may resolve to a network that the other hosts do not reach."""
+
+    def address_of(probe, request, name):
+        found = {b"ib0": "10.1.0.7", b"lo": "127.0.0.1"}.get(name.rstrip(b"\0"))
+        if found is None:
+            raise OSError(19, "No such device")
+        return bytes(20) + socket.inet_aton(found) + bytes(8)
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    monkeypatch.setattr(fcntl, "ioctl", address_of)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.7")
+    assert _reachable_address(["a", "a", "b"]) == address
 
 
 def test_a_host_name_that_resolves_is_taken(monkeypatch):

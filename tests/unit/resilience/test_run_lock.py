@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.resilience import run_lock
 from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
 
 
@@ -43,3 +44,10 @@ def test_a_refused_start_takes_back_what_it_made(tmp_path):
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
         "run", "run/checkpoints", "run/status",
     ]  # fmt: skip
+
+
+def test_only_rank_0_looks_for_what_is_not_there_yet(tmp_path, monkeypatch):
+    """A network file system remembers what it did not find, for the other ranks of that host, too."""
+    world = SimpleNamespace(is_main=False, barrier=lambda: None, broadcast_object=lambda v: None)
+    monkeypatch.setattr(run_lock, "_take_back", lambda run_dir: pytest.fail("looks"))
+    assert lock_run_dir("train.run_dir", "", tmp_path / "run", world) is None

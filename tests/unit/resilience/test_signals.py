@@ -55,7 +55,7 @@ def test_echoes_count_once_and_the_third_signal_ends_the_process(clock):
 
 
 def test_a_signal_is_noted_while_the_main_thread_is_in_c_even_if_it_starts_children():
-    before = signal.getsignal(signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in (WARNING, TERM)}
     signals, noted = StopSignals().install(), threading.Event()
     signals.on_signal(noted.set)
     try:
@@ -64,7 +64,7 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_c_even_if_it_starts_child
         assert noted.wait(20)  # holds the main thread in a lock: only the other thread can set the event
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGUSR1, signal.SIGTERM} == set()
     finally:
-        signals.restore()
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert signals.count == 1
-    assert signal.getsignal(signal.SIGUSR1) == before
-    signals.restore()  # idempotent

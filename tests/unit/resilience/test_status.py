@@ -1,5 +1,6 @@
 """Status files, and a run's state as a table, as JSON and as an exit code."""
 
+import errno
 import json
 import os
 import pickle
@@ -64,6 +65,16 @@ def test_a_directory_without_status_and_one_before_its_first_step(tmp_path, caps
     write(tmp_path, {"step": -1})
     shown = status_text("RUN", read_status(tmp_path))  # no path that could have the number in it
     assert "before its first step; 1 of 3" in shown and "-1" not in shown
+
+
+def test_a_run_that_one_may_not_read_is_not_taken_for_an_empty_one(tmp_path, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    write(tmp_path, {})
+    monkeypatch.setattr(os, "listdir", refuse)  # root may read all
+    assert main(["status", str(tmp_path)]) == 2
+    assert f"must be a run that you may read: {tmp_path}/status: Permission denied" in capsys.readouterr().err
 
 
 def test_a_running_job_with_the_worst_rank_first(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_tlt.resilience import watchdog as module
 from megatron_tlt.resilience.status import read_status
-from megatron_tlt.resilience.status_files import JobEnd, StatusFiles
+from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 from megatron_tlt.resilience.watchdog import Watchdog, WatchdogOptions
 from tests.helpers.mpi import ROOT, rank_environment
 
@@ -157,6 +157,29 @@ def test_the_end_of_the_job_on_another_host_ends_this_hosts_ranks(tmp_path):
         watchdog.run()
         assert ranks[0].wait() == -signal.SIGKILL
     assert StatusFiles(tmp_path).read_end("a") == end
+
+
+@pytest.mark.parametrize(
+    ("outcome", "writes_on", "is_lost"),
+    [("running", False, True), ("running", True, False), ("done", False, False)],
+    ids=["without power", "its watchdog was killed", "its ranks are done"],
+)
+def test_a_host_that_writes_no_more_is_named_and_ends_the_job(tmp_path, outcome, writes_on, is_lost):
+    """No kernel and no launcher reports it: the other ranks may wait for its ranks in their idle windows for ever."""
+    files = StatusFiles(tmp_path)
+    with ranks_of(tmp_path, "for _ in range(60): heartbeat.report(); time.sleep(0.03)\n" + DONE) as ranks:
+        files.host(1).touch()
+        files.write_rank(RankStatus("a", 1, 2, "n1", 7, first=1, phase="rollout", step=4, outcome=outcome))
+        if writes_on:
+            os.utime(files.rank(1), (time.time() + 60,) * 2)
+        watchdog = watchdog_of(tmp_path, ranks, hang_s=0.6, size=2)
+        ranks[0].stdin.close()
+        watchdog.run()
+    end = read_status(tmp_path).end
+    assert (end is not None) == is_lost
+    if end is not None:
+        assert (end.outcome, end.ranks) == ("hung", [1])
+        assert end.text.startswith("the job hangs: rank 1 (host n1, pid 7) in phase rollout, step 4, without a sign")
 
 
 def test_a_suspended_job_does_not_hang(tmp_path):

@@ -168,10 +168,10 @@ def test_ranks_in_a_container_can_note_their_exit_code(tmp_path, logs):
     assert not [*tmp_path.rglob(".megatron-tlt-exit-*")]
 
 
-def in_common(script, job="", node_responses=True):
+def in_common(script, job=""):
     """The output of shell code that uses slurm/common.sh, with `job` as the output of `scontrol show job`."""
-    told = f"printf '%s\\n' '{job}'" if node_responses else "return 1"
-    whole = f". {shlex.quote(str(ROOT))}/slurm/common.sh; scontrol() {{ {told}; }}; SLURM_JOB_ID=7 number=1; {script}"
+    told = f"scontrol() {{ printf '%s\\n' '{job}'; }}; SLURM_JOB_ID=7 number=1"
+    whole = f". {shlex.quote(str(ROOT))}/slurm/common.sh; {told}; {script}"
     done = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=60)
     return done.stdout.strip()
 
@@ -195,7 +195,7 @@ def test_a_container_gets_its_image_directory_and_mounts(tmp_path):
 )
 def test_a_job_that_slurm_has_requeued_is_known(state, restarts, requeued):
     facts = f"JobId=7 JobState={state} Reason=None Restarts={restarts} StartTime=Unknown"
-    assert in_common("is_requeued && echo yes || echo no", facts) == requeued
+    assert in_common("look_at_job; is_requeued && echo yes || echo no", facts) == requeued
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_job_that_slurm_has_requeued_is_known(state, restarts, requeued):
 )
 def test_a_job_that_slurm_ends_before_its_limit_is_being_ended(times, being_ended):
     facts = f"JobState=COMPLETING {times}"
-    assert in_common("is_being_ended && echo yes || echo no", facts) == being_ended
+    assert in_common("look_at_job; is_being_ended && echo yes || echo no", facts) == being_ended
 
 
 REQUEUE = (
@@ -222,6 +222,36 @@ def test_a_job_is_requeued_by_its_own_name_also_where_nothing_can_be_written(var
     """The first task of an array may have the array's number, which means all of its tasks."""
     said = in_common(f"{variables} {REQUEUE} exec 3>&1; (requeue_or_exit) 2>&3 >/dev/full").splitlines()
     assert said[-1] == job
+
+
+SILENT = """
+attempt=/no job_logs=/no rc=75; report_failure() {{ :; }}; count_stalls() {{ stalls=0; }}; sleep() {{ :; }}
+scontrol() {{
+    echo "$1" >>{calls}
+    [ "$(wc -l <{calls})" -gt {silent} ] || return 1
+    case "$1" in requeue) echo requeued ;; *) echo JobState={state} StartTime=Unknown Restarts=1 ;; esac
+}}
+(requeue_or_exit)
+"""
+
+
+@pytest.mark.parametrize(
+    ("silent", "state", "words"),
+    [
+        (3, "RUNNING", ["requeueing", "requeued"]),
+        (3, "COMPLETING", ["cancelled or preempted"]),
+        (13, "RUNNING", ["Slurm does not answer", "requeueing", "requeued"]),  # twelve tries, and a requeue
+    ],
+)
+def test_slurmctld_is_asked_again_where_it_does_not_answer(tmp_path, silent, state, words):
+    """Of its first calls `silent` fail."""
+    said = in_common(SILENT.format(calls=tmp_path / "calls", silent=silent, state=state)).splitlines()
+    assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True)), said
+
+
+def test_slurm_prints_times_in_the_form_that_the_scripts_read(monkeypatch):
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    assert in_common("env | grep ^SLURM_TIME_FORMAT") == "SLURM_TIME_FORMAT=standard"
 
 
 def test_a_node_with_fewer_cpus_than_the_first_sets_those_of_a_task():

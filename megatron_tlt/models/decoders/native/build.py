@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def library_path(options: tuple[str, ...] = ()) -> Path:
         return target
     expected = "once on this machine, some seconds"
     with announced("compiling the native decoder", expected), open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # no locks on this file system: each rank builds, and renames the same library
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(compiler, options, target)
     return target
@@ -88,11 +90,14 @@ def _cpu_features() -> str:
 
 def _cache_dir() -> Path:
     """$MEGATRON_TLT_CACHE, else the user's cache directory, else a private one among the temporary files."""
+    places = [Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"]
     if chosen := os.environ.get(CACHE_VARIABLE):
-        base = Path(chosen)
+        places.insert(0, Path(chosen))
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tlt"
-    for directory in (base, Path(tempfile.gettempdir()) / f"megatron_tlt-{os.getuid()}"):
+        with suppress(RuntimeError):  # a user without HOME, whom the system does not know
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            places.insert(0, Path(home) / "megatron_tlt")
+    for directory in places:
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from dataclasses import replace
@@ -16,6 +17,7 @@ from megatron_tlt.models.decoders import factory
 from megatron_tlt.models.decoders.base import Shard
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.native import build
 from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import run_one, start_one
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
@@ -290,6 +292,22 @@ def test_many_processes_build_once(tmp_path) -> None:
     ranks = [start_one("-c", code, MEGATRON_TLT_CACHE=str(tmp_path)) for _ in range(3)]
     assert [rank.wait() for rank in ranks] == [0] * 3, ranks[0].stdout
     assert len(list(tmp_path.glob("*.so"))) == 1 and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_home_without_locks_or_no_home_at_all_ends_no_build(tmp_path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def unknown() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in (build.CACHE_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(build.fcntl, "flock", refuse)
+    monkeypatch.setattr(build.Path, "home", unknown)
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda compiler, options, target: target.touch())
+    assert build.library_path.__wrapped__().parent.parent == tmp_path
 
 
 @pytest.mark.ci

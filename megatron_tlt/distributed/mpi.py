@@ -1,0 +1,57 @@
+"""MPI's start and end in a rank. Torch-free: a rank that refuses to start has not imported torch yet."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_tlt.distributed.heap import on_clean_heap
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LEAVE_S = 0.3  # mpiexec takes a rank that exits right after MPI_Finalize for crashed: its last message is on the way
+
+
+def has_started() -> bool:
+    """Whether this process has initialised MPI. From then on an exit with an error ends all ranks (`-m mpi4py`)."""
+    return "mpi4py.MPI" in sys.modules
+
+
+def start_mpi(code: int = 0, report: Callable[[], None] = lambda: None) -> MPI.Comm:
+    """Initialises MPI; the communicator of all ranks. Collective.
+
+    A rank that cannot start comes, too, because the others wait for it in MPI_Init for ever: with the exit code
+    that it ends with. Every rank then ends here, with the code of the first such rank and after its `report`.
+    """
+    import mpi4py  # here, because it initialises MPI at import
+
+    mpi4py.rc.thread_level = "multiple"
+    if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin is the PMI
+        on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    codes = comm.allgather(code)
+    if any(codes):
+        first = next(rank for rank, code in enumerate(codes) if code)
+        if comm.rank == first:
+            report()
+        exit_together(codes[first])
+    return comm
+
+
+def exit_together(code: int) -> NoReturn:
+    """Ends MPI and this process, without the seconds of tearing an interpreter down. Collective."""
+    from mpi4py import MPI
+
+    MPI.Finalize()
+    with suppress(OSError):  # the code counts, also on a full disk
+        sys.stdout.flush()
+    time.sleep(_LEAVE_S)
+    os._exit(code)
