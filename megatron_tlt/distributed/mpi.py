@@ -26,8 +26,8 @@ def has_started() -> bool:
 def start_mpi(code: int = 0, report: Callable[[], None] = lambda: None) -> MPI.Comm:
     """Initialises MPI; the communicator of all ranks. Collective.
 
-    A rank that cannot start comes, too, because the others wait for it in MPI_Init for ever: with the exit code
-    that it ends with. Every rank then ends here, with the code of the first such rank and after its `report`.
+    A rank that has failed before takes part, too, with the exit code that it ends with: without it the others wait in
+    MPI_Init for ever. Every rank then ends here, with the code of the first such rank, after that rank's `report`.
     """
     import mpi4py  # here, because it initialises MPI at import
 
