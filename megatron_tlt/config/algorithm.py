@@ -39,8 +39,7 @@ class AlgorithmSection(Section):
     """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped."""
     importance_cap: NonNegativeFloat = 2.0
     """Cap of the truncated importance correction for the engine/actor log-prob mismatch, and for tokens that earlier
-    policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM: the actor scores their
-    responses."""
+    policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM, which give no log-probs."""
     dynamic_sampling: bool = False
     """DAPO: drop groups whose rewards, before overlong shaping, are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4

@@ -168,17 +168,10 @@ def place(
 class BatchAssembler:
     """Turns scored groups into this replica's training batch."""
 
-    def __init__(
-        self,
-        world: World,
-        policy: MegatronPolicy,
-        algorithm: Algorithm,
-        temperature: float,
-        has_logprobs: bool = True,
-    ):
-        """`temperature` is that of the rollout; `has_logprobs`: the engine gives the log-probs of its responses."""
+    def __init__(self, world: World, policy: MegatronPolicy, algorithm: Algorithm, temperature: float):
+        """`temperature` is that of the rollout."""
         self._world, self._policy, self._dims, self._algorithm = world, policy, policy.dims, algorithm
-        self._temperature, self._has_logprobs = temperature, has_logprobs
+        self._temperature = temperature
         self._mini_batches = algorithm.config.mini_batches
         self._sum = partial(sum_over_replicas, world, policy.dims)
 
@@ -209,15 +202,11 @@ class BatchAssembler:
         return sequence
 
     def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:
-        """Log-probs where the engine gave none, advantages, masks and divisors. Collective. Mutates the sequences.
+        """Advantages, masks and divisors. Collective. Mutates the sequences.
 
         `parts`: this replica's sequences by mini-batch.
         """
         flat = [sequence for part in parts for sequence in part]
-        if not self._has_logprobs:
-            for sequence, logprobs in zip(flat, self._logprobs(flat, "policy"), strict=True):
-                drawn = np.where(sequence.trajectory.drawn, logprobs, 0.0).astype(np.float32)
-                sequence.trajectory = replace(sequence.trajectory, logprobs=drawn)
         token_kl: list[np.ndarray] | None = None
         rewards = table.rewards
         if self._algorithm.needs_token_kl:  # k1, the estimator for a KL to the reference in the reward

@@ -45,7 +45,7 @@ class CompletionLoss:
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss sum over unmasked tokens (0-d) and its metric sums."""
         nll = -(inputs.logprobs * inputs.mask).sum()
-        return nll, {"nll": nll.detach(), "tokens": inputs.mask.sum()}
+        return nll, {"nll": nll.detach()}
 
 
 def read_records(

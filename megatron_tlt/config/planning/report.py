@@ -147,7 +147,7 @@ def _without_effect(config: Config) -> list[str]:
     backend = config.rollout.backend
     if CAPABILITIES[backend].logprobs or config.algorithm.importance_cap == 0:
         return []
-    return [f"  no effect with {backend}: algorithm.importance_cap: the actor scores the responses"]
+    return [f"  no effect with {backend}: algorithm.importance_cap: the engine gives no log-probs"]
 
 
 def _memory(
