@@ -169,8 +169,9 @@ class RLTrainer(Job):
         self.recovery.load(state)
 
     def state_dict(self) -> State:
-        # Beside the state: the position on the learning-rate schedule is a count of mini-batches.
-        return {**self.recovery.state_dict(), "mini_batches": self.config.algorithm.mini_batches}
+        # Beside the state: the position on the learning-rate schedule is a count of mini-batches, its length another.
+        counts = {"mini_batches": self.config.algorithm.mini_batches}
+        return {**self.recovery.state_dict(), **counts, "total_optimizer_steps": self.config.optimizer_steps}
 
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again

@@ -162,7 +162,8 @@ class SftTrainer(Job):
 
     def state_dict(self) -> State:
         """What a checkpoint has beside policy and optimizer."""
-        return {"step": self.done, "sft": self._fingerprint}
+        total = self.config.optimizer_steps  # of the learning-rate schedule
+        return {"step": self.done, "sft": self._fingerprint, "total_optimizer_steps": total}
 
     def unsaved(self) -> str | None:
         """Without an update there is no state that could be loaded."""
