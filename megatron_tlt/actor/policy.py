@@ -154,8 +154,11 @@ class MegatronPolicy:
         The gradient of each is exactly d/dw [sum of loss sums over all replicas / denominator], however the
         sequences are split over replicas and micro-batches. A step whose gradient norm is not finite is
         skipped. Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was
-        skipped.
+        skipped. Without a trained token there is nothing but the schedule's position, as after any step.
         """
+        if not any(batch.denominators):
+            self.optimizer_steps += len(batch.denominators)
+            return TrainOutput(self.policy_version, {"empty_step": 1.0}, skipped=True)
         packed = [self._for_update(sequences) for sequences in batch.mini_batches]
         results, sums = [], []
         with self._first_update(), self._collecting([s for sequences in batch.mini_batches for s in sequences]):

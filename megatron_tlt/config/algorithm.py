@@ -36,7 +36,9 @@ class AlgorithmSection(Section):
     entropy_coef: float = 0.0
     """Bonus on the token entropy."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped."""
+    """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped. Each has
+    train.prompts_per_step / mini_batches prompts: a step of fewer prompts (dynamic_sampling, rollout.carry_over) has
+    fewer optimizer steps, at its end a smaller one."""
     importance_cap: NonNegativeFloat = 2.0
     """Cap of the truncated importance correction for the engine/actor log-prob mismatch, and for tokens that earlier
     policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM, which give no log-probs."""

@@ -114,12 +114,13 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         algorithm=algorithm,
         metrics=metrics,
     )
+    temperature, prompts_per_step = config.rollout.temperature, config.train.prompts_per_step
     return RLTrainer(
         config=config,
         world=world,
         state=state,
         sampler=sampler,
-        assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature),
+        assembler=BatchAssembler(world, policy, algorithm, temperature, prompts_per_step),
         policy=policy,
         drafter=drafter,
         sync=BucketedSync(config.sync, backend, world),

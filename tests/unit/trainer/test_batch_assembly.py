@@ -31,7 +31,8 @@ def policy_of(logprobs=None, **actor):
 
 def assembled(algorithm, groups, logprobs=None, temperature=1.0, scored=None):
     """The step's table and batch on one rank; `scored`: more groups than those to train on."""
-    assembler = BatchAssembler(SingleProcess(), policy_of(logprobs), algorithm, temperature)
+    full = len(groups)
+    assembler = BatchAssembler(SingleProcess(), policy_of(logprobs), algorithm, temperature, full)
     table, parts = assembler.exchange(groups, scored or groups)
     return table, assembler.build_batch(parts, table)
 
@@ -55,15 +56,25 @@ def test_placement_keeps_prompts_whole_and_balances_tokens():
     prompt_id = np.repeat(np.arange(32), 8)
     costs = rng.geometric(0.01, len(prompt_id)) + 20
     has_gradient = prompt_id % 3 > 0
-    mini_batch, dp_rank = place(prompt_id, costs, has_gradient, mini_batches=4, dp=4)
+    mini_batch, dp_rank = place(prompt_id, costs, has_gradient, mini_batches=4, full=32, dp=4)
     for prompt in range(32):
         assert set(mini_batch[prompt_id == prompt]) == {prompt // 8}
     for index in range(4):
         loads = [costs[(mini_batch == index) & (dp_rank == dp)].sum() for dp in range(4)]
         assert max(loads) <= 1.1 * np.mean(loads)
     assert np.array_equal(dp_rank < 0, ~has_gradient)
-    again = place(prompt_id, costs, has_gradient, mini_batches=4, dp=4)
+    again = place(prompt_id, costs, has_gradient, mini_batches=4, full=32, dp=4)
     assert all(np.array_equal(a, b) for a, b in zip((mini_batch, dp_rank), again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes"), [(3, [3, 0, 0, 0]), (8, [8, 0, 0, 0]), (19, [8, 8, 3, 0]), (32, [8] * 4), (34, [9, 8, 9, 8])]
+)
+def test_a_step_of_fewer_prompts_has_fewer_updates_of_the_same_size(prompts, sizes):
+    """And one of more, as some with carried responses have, as many: all are larger."""
+    prompt_id = np.repeat(np.arange(prompts) * 5, 2)
+    mini_batch, _ = place(prompt_id, prompt_id + 9, prompt_id >= 0, mini_batches=4, full=32, dp=2)
+    assert np.bincount(mini_batch, minlength=4).tolist() == [2 * size for size in sizes]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -248,7 +259,7 @@ def test_losses_of_routers_have_a_gradient_in_every_response(losses):
         group.rewards = [RewardResult(0.0, False) for _ in group.samples]
     groups[1].samples[0].finish_reason = "abort"
     assembler = BatchAssembler(
-        SingleProcess(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0
+        SingleProcess(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0, len(groups)
     )
     _, (sequences,) = assembler.exchange(groups, groups)
     assert len(sequences) == (11 if losses else 3), "an aborted response is not trained on, whatever the loss"
@@ -297,7 +308,7 @@ def test_what_every_rank_sends_to_every_other_grows_with_the_tokens_that_a_histo
     for tokens in (50, 5000):  # the table of samples, and the row of a rank
         world, groups = Metered(), scored(tokens)
         algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
-        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups, groups)
+        BatchAssembler(world, policy_of(), algorithm, 1.0, len(groups)).exchange(groups, groups)
         world.all_gather_object(rank_row(EngineStats(), groups))
         sizes.append(world.sent)
     assert sizes[1] <= sizes[0] + 100 and sizes[0] < 24 * 100 + 1000
