@@ -117,7 +117,8 @@ class SftTrainer(Job):
             config.actor,
             config.optimizer,
             CompletionLoss(),
-            total_optimizer_steps=sft.num_steps,
+            total_optimizer_steps=config.optimizer_steps,
+            seed=sft.seed,
         )
         at = config.state_dir
         self.checkpoints = CheckpointManager(config.checkpoint, at, sft.num_steps, self.policy, world, lock)
