@@ -194,6 +194,9 @@ def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:
     """Learning rate and schedule; `total_steps` counts optimizer steps of the run."""
     if optimizer.min_lr > optimizer.lr:
         yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"must be <= optimizer.lr ({optimizer.lr})")
+    elif optimizer.min_lr and optimizer.schedule == "constant":
+        allowed = "must be 0 with optimizer.schedule = constant: it is where linear and cosine end"
+        yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, allowed)
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= total_steps:
         allowed = f"must be < the run's optimizer steps ({total_steps})"
         yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps, allowed)

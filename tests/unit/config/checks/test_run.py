@@ -72,6 +72,7 @@ def test_a_good_configuration_has_no_problems():
     assert paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu") == set()
     assert paths(*DISTILL, "rewards.functions=[]", "rollout.samples_per_prompt=1") == set()
     assert paths("data.eval={tasks: [{name: chain_sum}]}") == set(), "its stream is another one with the same seed, too"
+    assert paths("optimizer.min_lr=1e-7", "optimizer.schedule=linear") == set()
     assert paths(*GREEDY) == paths("data.eval={tasks: [{name: chain_sum}]}", GREEDY[0]) == set()
 
 
@@ -113,7 +114,8 @@ def test_a_good_configuration_has_no_problems():
         ([*DISTILL, "rewards.functions=[]", "data.eval={kind: jsonl, path: x}"], "rewards.functions"),
         (["algorithm.overlong_buffer=256"], "algorithm.overlong_buffer"),
         (["algorithm.importance_cap=0.5"], "algorithm.importance_cap"),
-        (["optimizer.min_lr=1"], "optimizer.min_lr"),
+        (["optimizer.min_lr=1", "optimizer.schedule=linear"], "optimizer.min_lr"),
+        (["optimizer.min_lr=1e-7"], "optimizer.min_lr"),
         (["stop.warning_s=10"], "stop.warning_s"),
         (["watchdog.hang_s=5"], "watchdog.hang_s"),
         (["stop.term_s=9.5"], "stop.term_s"),
