@@ -139,7 +139,7 @@ class Job(ABC):
         step = None if state is None else self.done
         if self.world.is_main and (changed := write_config(self.config, self.state_dir, step)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
-            _log.warning("%s goes on with other settings or code than at its last start: %s", self.name, what)
+            _log.warning("the run goes on with other settings or code than at its last start: %s", what)
         self.world.barrier()
 
     def _keep(self) -> str | None:
