@@ -201,7 +201,7 @@ class Trajectory:
             sample.prompt_id,
             sample.sample_index,
             token_ids=np.concatenate((np.asarray(prompt, np.int32), np.asarray(sample.token_ids, np.int32))),
-            # A loss that met a NaN would be NaN: log-probs that the engine does not have must be computed first.
+            # A loss that read log-probs which the engine does not have would be NaN.
             logprobs=np.array(sample.logprobs or np.full(len(sample.token_ids), np.nan), np.float32),
             given=sample.given,
             finish_reason=sample.finish_reason,
@@ -345,7 +345,7 @@ class BackendCapabilities:
     keyed_sampling: bool = False  # a response is a function of seed, prompt and policy, the same bits with any drafter
     selectors: bool = False  # our selectors decide how much each step drafts
     hidden_states: bool = False  # the policy's hidden states of responses can be had, to train a drafter
-    logprobs: bool = False  # samples carry log-probs; if not, the actor scores them before the update
+    logprobs: bool = False  # samples carry log-probs; if not, no importance weights
     stop_strings: bool = False  # responses can end at a string, whatever its tokens
     tensor_parallel: bool = False  # one engine on several ranks
     routed_experts: bool = False  # responses can name the experts that their tokens chose

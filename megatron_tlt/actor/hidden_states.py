@@ -1,7 +1,7 @@
 """`ForwardStateCollector`: hidden states of a step's responses from the policy's own forward, for engines without them.
 
 Every response that is trained on passes the policy with the weights that generated it: in the forward that scores it,
-where log-probs are needed before the update (engines without them, several mini-batches), else in the update's. The
+where log-probs are needed before the update (several mini-batches, a KL in the reward), else in the update's. The
 collector reads the first of these passes and adds none. Responses without a gradient have neither pass and are not
 collected.
 

@@ -44,8 +44,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-_SEED = 0  # of the draw of A; any will do, as B starts at zero
-
 FACTORS = ("lora_A", "lora_B")
 
 
@@ -249,11 +247,11 @@ def freeze_base(module: nn.Module) -> None:
 
 
 def factor_reader(
-    lora: LoraSection, config: ModelConfig, adapters: Mapping[Slot, tuple[int, ...]]
+    lora: LoraSection, config: ModelConfig, adapters: Mapping[Slot, tuple[int, ...]], seed: int
 ) -> Callable[[str], Tensor]:
     """Reads the factors that training starts from, by name: of `lora.adapter_path`, or the first ones.
 
-    Those are B zero, A uniform within 1 / sqrt(in), as in PEFT, each drawn whole, from the seed and its name: the same
+    Those are B zero, A uniform within 1 / sqrt(in), as in PEFT, each drawn whole, from `seed` and its name: the same
     in every layout. Raises CheckpointError.
     """
     shapes = {slot.hf_names[0]: shape for slot, shape in adapters.items()}
@@ -264,7 +262,7 @@ def factor_reader(
         shape = shapes[name]
         if ".lora_B" in name:
             return torch.zeros(shape)
-        digest = hashlib.sha256(f"{_SEED}:{name}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         bound = 1 / math.sqrt(shape[-1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)

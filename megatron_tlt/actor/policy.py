@@ -86,16 +86,19 @@ class MegatronPolicy:
         total_optimizer_steps: int,
         keep_reference: bool = False,
         teacher: str | None = None,
+        seed: int = 0,
     ):
         """Builds this rank's shards and loads `model.path`, or `model.megatron_path` if it is set.
 
         `total_optimizer_steps` is the length of the learning-rate schedule; `keep_reference` keeps a frozen
         copy of the starting weights for KL terms, with LoRA those that there are, or in their place the model in the
-        directory `teacher`, in the same layout and type. Raises ConfigError, CheckpointError.
+        directory `teacher`, in the same layout and type; `seed` is that of new adapters. Raises ConfigError,
+        CheckpointError.
         """
         # cuDNN's attention builds a plan for each new number and length of sequences, and a step has hundreds.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.world, self.actor, self.optimizer_section, self.loss = world, actor, optimizer, loss
+        self._seed = seed
         self.dims = Dims.fit(world.size, actor.tp, actor.pp, actor.cp, actor.ep)
         self.config = ModelConfig.from_hf(model.path)
         self._base = ""
@@ -139,7 +142,7 @@ class MegatronPolicy:
         else:
             load_weights(built.module, config, self.groups, weight_reader(model.path, config))
         if actor.lora is not None:
-            read = factor_reader(actor.lora, config, built.adapters)
+            read = factor_reader(actor.lora, config, built.adapters, self._seed)
             load_weights(built.module, config, self.groups, read, built.adapters)
         return built
 
@@ -154,8 +157,11 @@ class MegatronPolicy:
         The gradient of each is exactly d/dw [sum of loss sums over all replicas / denominator], however the
         sequences are split over replicas and micro-batches. A step whose gradient norm is not finite is
         skipped. Mutates weights, optimizer, schedule; `policy_version` grows by one unless every step was
-        skipped.
+        skipped. Without a trained token there is nothing but the schedule's position, as after any step.
         """
+        if not any(batch.denominators):
+            self.optimizer_steps += len(batch.denominators)
+            return TrainOutput(self.policy_version, {"empty_step": 1.0}, skipped=True)
         packed = [self._for_update(sequences) for sequences in batch.mini_batches]
         results, sums = [], []
         with self._first_update(), self._collecting([s for sequences in batch.mini_batches for s in sequences]):

@@ -155,7 +155,7 @@ def _loss_of(
     value, sums = loss.loss(inputs)
     metrics = {
         "loss": value.detach(),
-        "entropy": (entropy.detach() * mask).sum(),
+        "entropy": torch.where(mask > 0, entropy.detach(), 0.0).sum(),
         "tokens": mask.sum(),
         "micro_batches": torch.ones((), device=logits.device),
         **{name: sum_.detach() for name, sum_ in sums.items()},

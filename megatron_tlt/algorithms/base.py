@@ -1,8 +1,8 @@
 """The common part of all algorithms: the step's table, the loss's inputs, clipping, KL, corrections, metrics.
 
-An algorithm's own file defines three things: how a reward becomes an advantage, how tokens are weighed within
-their response, and the divisor of the sum. Legend: N samples of the step over all ranks, R response
-tokens of one sample, T response tokens of one packed micro-batch.
+An algorithm's own file defines how a reward becomes an advantage and, where the loss is not the mean over all tokens,
+how tokens are weighed within their response and the divisor of the sum. Legend: N samples of the step over all ranks,
+R response tokens of one sample, T response tokens of one packed micro-batch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LossInputs:
 
     logprobs: Tensor  # [T], with gradient
     old_logprobs: Tensor | None  # [T], before the first update of the step; None: equal to logprobs
-    rollout_logprobs: Tensor  # [T], the engine's
+    rollout_logprobs: Tensor  # [T], the engine's; NaN where it has none
     ref_logprobs: Tensor | None  # [T], the frozen reference's or the teacher's
     entropy: Tensor | None  # [T]
     advantages: Tensor  # [T]
@@ -81,9 +81,10 @@ class Algorithm(ABC):
 
     default_clip: ClassVar[tuple[float, float]] = (0.2, 0.2)
 
-    def __init__(self, config: AlgorithmSection, max_tokens: int):
+    def __init__(self, config: AlgorithmSection, max_tokens: int, has_engine_logprobs: bool = True):
+        """`has_engine_logprobs`: the engine gives the log-probs of its responses; without them none are corrected."""
         low, high = self.default_clip
-        self.config, self.max_tokens = config, max_tokens
+        self.config, self.max_tokens, self._has_engine_logprobs = config, max_tokens, has_engine_logprobs
         self.clip_low = low if config.ratio_clip_low is None else config.ratio_clip_low
         self.clip_high = high if config.ratio_clip_high is None else config.ratio_clip_high
 
@@ -93,13 +94,13 @@ class Algorithm(ABC):
     def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
         """[N] advantages from [N] rewards (shaped, minus KL where it is part of the reward). Pure."""
 
-    @abstractmethod
     def token_weight(self, length: int) -> float:
-        """Factor of every token's loss in a response of `length` > 0 tokens."""
+        """Factor of every token's loss in a response of `length` > 0 tokens: all weigh the same, unless overridden."""
+        return 1.0
 
-    @abstractmethod
     def divisor(self, lengths: Ints) -> float:
-        """The divisor of the loss sum over responses of these lengths."""
+        """The divisor of the loss sum over responses of these lengths: their tokens, unless overridden."""
+        return float(lengths.sum())
 
     def pooled(self, values: Tensor, inputs: LossInputs) -> Tensor:
         """[T] log-ratios as the importance ratio sees them: by token, unless overridden. Differentiable."""
@@ -237,8 +238,7 @@ class Algorithm(ABC):
         current = x.logprobs.detach()
         old = current if x.old_logprobs is None else x.old_logprobs
         weights = x.weights * x.mask
-        mismatch = old - x.rollout_logprobs
-        correction = importance_weights(self.pooled(mismatch, x), self.config.importance_cap)
+        correction, of_engine = self._correction(x, old)
         ratio = self.pooled(x.logprobs - old, x).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         surrogate = torch.minimum(ratio * x.advantages, clipped * x.advantages)
@@ -247,13 +247,22 @@ class Algorithm(ABC):
         too_low = (ratio.detach() < 1.0 - self.clip_low) & (x.advantages < 0)
         too_high = (ratio.detach() > 1.0 + self.clip_high) & (x.advantages > 0)
         metrics |= {
-            "tokens": x.mask.sum(),
             "clip_low": (too_low * x.mask).sum(),
             "clip_high": (too_high * x.mask).sum(),
             "policy_kl": (k3(current - old) * x.mask).sum(),
-            **mismatch_sums(mismatch, correction, x.mask, self.config.importance_cap),
+            **of_engine,
         }
         return value + extra, {name: total.detach() for name, total in metrics.items()}
+
+    def _correction(self, x: LossInputs, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T] importance weights from the engine to the actor, and metric sums of their distance; ones and none where
+        the engine has no log-probs, for the actor would be compared with itself.
+        """
+        if not self._has_engine_logprobs:
+            return torch.ones_like(old), {}
+        mismatch, cap = old - x.rollout_logprobs, self.config.importance_cap
+        weights = importance_weights(self.pooled(mismatch, x), cap)
+        return weights, mismatch_sums(mismatch, weights, x.mask, cap)
 
     def _regularisers(self, x: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """KL and entropy terms of the loss sum (0-d), and their metric sums."""
@@ -267,6 +276,4 @@ class Algorithm(ABC):
         if self.config.entropy_coef:
             assert x.entropy is not None
             value = value - self.config.entropy_coef * (weights * x.entropy).sum()
-        if x.entropy is not None:
-            metrics["entropy"] = (x.entropy * x.mask).sum()
         return value, metrics

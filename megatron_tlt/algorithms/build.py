@@ -23,6 +23,6 @@ ALGORITHMS: dict[AlgorithmName, type[Algorithm]] = {
 }
 
 
-def build_algorithm(config: AlgorithmSection, max_tokens: int) -> Algorithm:
-    """The configured algorithm. `max_tokens` is `rollout.max_tokens`."""
-    return ALGORITHMS[config.name](config, max_tokens)
+def build_algorithm(config: AlgorithmSection, max_tokens: int, has_engine_logprobs: bool = True) -> Algorithm:
+    """The configured algorithm. `max_tokens` is `rollout.max_tokens`; `has_engine_logprobs`: see `Algorithm`."""
+    return ALGORITHMS[config.name](config, max_tokens, has_engine_logprobs)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megatron_tlt.algorithms.advantages import Ints
-from megatron_tlt.algorithms.grpo import Grpo
+from megatron_tlt.algorithms.advantages import Floats, standardised
+from megatron_tlt.algorithms.base import Algorithm, RewardTable
 
 
-class Dapo(Grpo):
-    """Decoupled clip and dynamic sampling policy optimisation. The advantages are GRPO's (equation 9)."""
+class Dapo(Algorithm):
+    """Decoupled clip and dynamic sampling policy optimisation: every token weighs the same, so a long response weighs
+    more than a short one.
+    """
 
     default_clip: ClassVar[tuple[float, float]] = (0.2, 0.28)
 
-    def token_weight(self, length: int) -> float:
-        """Every token weighs the same, so a long response weighs more than a short one."""
-        return 1.0
-
-    def divisor(self, lengths: Ints) -> float:
-        """Tokens."""
-        return float(lengths.sum())
+    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
+        """(r - mean) / (std + eps) of the group (equation 9)."""
+        return standardised(table.prompt_id, rewards, self.config.advantage_eps)

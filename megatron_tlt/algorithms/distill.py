@@ -16,21 +16,18 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_tlt.algorithms.advantages import Ints
-from megatron_tlt.algorithms.base import LossInputs
-from megatron_tlt.algorithms.grpo import Grpo
+from megatron_tlt.algorithms.advantages import Floats, standardised
+from megatron_tlt.algorithms.base import Algorithm, LossInputs, RewardTable
 
 
-class Distill(Grpo):
-    """Per-token advantages A - kl_coef * (log policy - log teacher); A is GRPO's, 0 where all rewards are equal."""
+class Distill(Algorithm):
+    """Per-token advantages A - kl_coef * (log policy - log teacher); A is GRPO's, 0 where all rewards are equal. The
+    loss is the mean over all contexts of the batch.
+    """
 
-    def token_weight(self, length: int) -> float:
-        """Every token weighs the same."""
-        return 1.0
-
-    def divisor(self, lengths: Ints) -> float:
-        """Tokens: the mean of the KL over all contexts of the batch."""
-        return float(lengths.sum())
+    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
+        """GRPO's, of rewards beside the KL."""
+        return standardised(table.prompt_id, rewards, self.config.advantage_eps)
 
     @property
     def has_kl_loss(self) -> bool:

@@ -13,10 +13,6 @@ class DrGrpo(Algorithm):
         """r - mean of the group."""
         return centred(table.prompt_id, rewards)
 
-    def token_weight(self, length: int) -> float:
-        """Every token weighs the same."""
-        return 1.0
-
     def divisor(self, lengths: Ints) -> float:
         """Responses times the generation budget: a constant, so no response gains by being long or short."""
         return float(len(lengths) * self.max_tokens)

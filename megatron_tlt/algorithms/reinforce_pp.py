@@ -10,25 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_tlt.algorithms.advantages import Floats, Ints, unit_of, whitened_rows, whitened_tokens
+from megatron_tlt.algorithms.advantages import Floats, unit_of, whitened_rows, whitened_tokens
 from megatron_tlt.algorithms.base import Algorithm, ReduceSum, RewardTable
 from megatron_tlt.types import TrainSequence
 
 
 class ReinforcePp(Algorithm):
-    """REINFORCE with PPO's clipping and global advantage normalisation."""
+    """REINFORCE with PPO's clipping and global advantage normalisation; the loss is the mean over all tokens."""
 
     def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
         """Rewards whitened over the batch's trained tokens."""
         return whitened_rows(rewards, table.length * self.trained(table), self.config.advantage_eps)
-
-    def token_weight(self, length: int) -> float:
-        """Every token weighs the same."""
-        return 1.0
-
-    def divisor(self, lengths: Ints) -> float:
-        """Tokens."""
-        return float(lengths.sum())
 
     def token_advantages(
         self,

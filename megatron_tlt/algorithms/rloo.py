@@ -19,10 +19,6 @@ class Rloo(Algorithm):
         """r minus the mean of the other responses."""
         return leave_one_out(table.prompt_id, rewards)
 
-    def token_weight(self, length: int) -> float:
-        """Log-probs of a response add up."""
-        return 1.0
-
     def divisor(self, lengths: Ints) -> float:
         """Responses."""
         return float(len(lengths))

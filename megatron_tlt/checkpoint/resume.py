@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
+from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.checkpoint import configured_drafter, drafter_differences
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
@@ -89,6 +90,25 @@ def resume_problems(config: TrainingConfig, shape: ModelConfig | None, device: D
         allowed = f"must be at least {found.step}, the checkpoint's step"
         problems.append(ConfigProblem("sft.num_steps", config.records.num_steps, allowed))
     return problems
+
+
+def schedule_warning(config: TrainingConfig) -> str | None:
+    """The warning where a start goes on from a checkpoint of a shorter or longer run, whose learning rate there is
+    another one: a decaying schedule ends with the run. None where it is not, and where the record does not say.
+    """
+    if (resumed := checkpoint_to_resume(config)) is None:
+        return None
+    _, found = resumed
+    total, before = config.optimizer_steps, found.extra.get("total_optimizer_steps")
+    if before is None:
+        return None
+    old, new = (learning_rate(config.optimizer, found.optimizer_steps, steps) for steps in (before, total))
+    if old == new:
+        return None
+    return (
+        f"optimizer.schedule = {config.optimizer.schedule} ends with the run, now after {total} optimizer steps, "
+        f"by the checkpoint after {before}: at step {found.step} the learning rate goes from {old:.3g} to {new:.3g}"
+    )
 
 
 def _other_schedule(config: TrainingConfig, found: files.Manifest) -> list[str]:

@@ -32,19 +32,21 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL term goes."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL in the loss. k1 has no gradient there on average: a warning. No effect with distill."""
+    """Estimator of the KL in the loss. k1 has no gradient there on average: a warning. No effect with distill, nor with
+    kl_in: reward, which takes k1."""
     entropy_coef: float = 0.0
     """Bonus on the token entropy."""
     mini_batches: PositiveInt = 1
-    """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped."""
+    """Optimizer steps per RL step; with more than 1 the later ones are off-policy and clipped. Each has
+    train.prompts_per_step / mini_batches prompts: a step of fewer prompts (dynamic_sampling, rollout.carry_over) has
+    fewer optimizer steps, at its end a smaller one."""
     importance_cap: NonNegativeFloat = 2.0
     """Cap of the truncated importance correction for the engine/actor log-prob mismatch, and for tokens that earlier
-    policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM: the actor scores their
-    responses."""
+    policies drew (rollout.carry_over); 0: off. No effect with TensorRT-LLM and vLLM, which give no log-probs."""
     dynamic_sampling: bool = False
     """DAPO: drop groups whose rewards, before overlong shaping, are all equal and roll out more prompts instead."""
     max_sampling_rounds: PositiveInt = 4
-    """Most rollout rounds of one step with dynamic sampling, the first one included."""
+    """Most rollout rounds of one step with dynamic sampling, the first one included. No effect without it."""
     overlong_buffer: NonNegativeInt = 0
     """DAPO overlong shaping: tokens before max_tokens over which a penalty on the reward grows from 0 to 1; 0: off."""
     mask_truncated: bool = False

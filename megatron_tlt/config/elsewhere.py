@@ -98,6 +98,8 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("test_freq eval_steps val_period", Here("eval.every", "RL steps")),
     ("val_kwargs.temperature", Here("eval.temperature")),
     ("val_kwargs.n", Here("eval.samples_per_prompt")),
+    ("val_kwargs.top_k", Here("eval.top_k", "unset: the rollout's")),
+    ("val_kwargs.top_p", Here("eval.top_p", "unset: the rollout's")),
     ("save_freq save_steps save_period", Here("checkpoint.every", "RL steps")),
     ("save_total_limit", Here("checkpoint.keep")),
     ("resume_mode resume_from_checkpoint", Here("checkpoint.resume")),

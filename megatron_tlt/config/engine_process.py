@@ -93,9 +93,9 @@ class TrtllmSection(EngineProcessSection):
         if self.python is None:
             allowed = "is required with rollout.backend: trtllm: the Python executable of its environment"
             yield ConfigProblem("rollout.trtllm.python", None, allowed)
-        if rollout.speculation.trained and rollout.min_p > 0:
-            allowed = "must be 0 with speculation, whose sampler has no min_p"
-            yield ConfigProblem("rollout.min_p", rollout.min_p, allowed)
+        for field, min_p in (("rollout.min_p", rollout.min_p), ("eval.min_p", config.eval.min_p)):
+            if rollout.speculation.trained and min_p:
+                yield ConfigProblem(field, min_p, "must be 0 with speculation, whose sampler has no min_p")
         if rollout.kv_cache_mib is not None:
             allowed = "must be null with rollout.backend: trtllm: use rollout.trtllm.kv_cache_fraction"
             yield ConfigProblem("rollout.kv_cache_mib", rollout.kv_cache_mib, allowed)

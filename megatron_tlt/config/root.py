@@ -234,7 +234,7 @@ class SftSection(Section):
     """Date, YYYY-MM-DD, for chat templates that show today's. Default: the day on which the run began,
     also when it goes on."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the data order."""
+    """Seed of the data order, and of new adapters."""
 
     @property
     def files(self) -> list[tuple[str, str, str]]:

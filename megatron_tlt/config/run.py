@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import FilePath, OnDisk, Section
 
@@ -40,9 +40,17 @@ class EvalSection(Section):
     num_prompts: PositiveInt = 64
     """Held-out prompts, always the same ones; of a file with fewer, all."""
     samples_per_prompt: PositiveInt = 1
-    """Responses to each; pass@k is estimated for every power of two up to this."""
+    """Responses to each row; pass@k is estimated for every power of two up to the responses to one prompt. Rows that
+    repeat prompt and answer, as some files do to average over responses, are one prompt there and in the standard
+    error."""
     temperature: NonNegativeFloat = 1.0
     """Temperature of evaluation."""
+    top_k: NonNegativeInt | None = None
+    """Keep the k most likely tokens; default: rollout.top_k."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus mass; default: rollout.top_p."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Drop tokens below min_p times the most likely one's probability; default: rollout.min_p."""
     max_tokens: PositiveInt | None = None
     """Longest response; default: rollout.max_tokens."""
 

@@ -4,7 +4,8 @@
 
 `numpy.load` reads the arrays without unpickling: sequence i of mini-batch `mini_batch[i]` has `lengths[i]` tokens, of
 which the last `response_lens[i]` are its response's; `tokens` holds all of them in a row, the other arrays those of the
-responses; `denominators` divide the mini-batches' losses. The step's metrics are in metrics.jsonl.
+responses; `rollout_logprobs` is NaN from an engine that has none; `denominators` divide the mini-batches' losses. The
+step's metrics are in metrics.jsonl.
 """
 
 from __future__ import annotations

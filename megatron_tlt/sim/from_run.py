@@ -20,7 +20,6 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cost_model import kv_bytes
-from megatron_tlt.types import CAPABILITIES
 
 # Assumed: the median response takes this share of `rollout.max_tokens`, with the default spread of lengths.
 _MEDIAN_SHARE = 1 / 8
@@ -121,9 +120,9 @@ def _assumed(config: Config) -> Iterator[str]:
 
 
 def _logprob_passes(config: Config) -> int:
-    """Passes of log-probs in a step: of what the engine gives none for, of the reference, of the policy beside it where
-    their difference is a reward (`trainer/batch_assembly`), and before the first of several mini-batches.
+    """Passes of log-probs in a step: of the reference, of the policy beside it where their difference is a reward
+    (`trainer/batch_assembly`), and before the first of several mini-batches.
     """
     rl = config.algorithm
-    of_engine, has_reference = not CAPABILITIES[config.rollout.backend].logprobs, rl.kl_weight > 0
-    return of_engine + has_reference + (has_reference and rl.kl_in == "reward") + (rl.mini_batches > 1)
+    has_reference = rl.kl_weight > 0
+    return has_reference + (has_reference and rl.kl_in == "reward") + (rl.mini_batches > 1)

@@ -149,15 +149,16 @@ class StepTable:
 
 
 def place(
-    prompt_id: np.ndarray, costs: np.ndarray, has_gradient: np.ndarray, mini_batches: int, dp: int
+    prompt_id: np.ndarray, costs: np.ndarray, has_gradient: np.ndarray, mini_batches: int, full: int, dp: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(mini-batch, replica) of every row: whole prompts per mini-batch, tokens balanced over replicas. Pure.
 
-    `costs` are tokens of prompt and response, int64 [N]. Rows without a gradient belong to a mini-batch and to no
-    replica (-1).
+    `costs` are tokens of prompt and response, int64 [N]; `full` the prompts of a full step, whose `mini_batches` have
+    as many each. A step of fewer fills fewer mini-batches of that size, for the learning rate is that of a full one;
+    the last ones are empty. Rows without a gradient belong to a mini-batch and to no replica (-1).
     """
     prompts = np.unique(prompt_id)
-    mini_batch = np.searchsorted(prompts, prompt_id) * mini_batches // max(len(prompts), 1)
+    mini_batch = np.searchsorted(prompts, prompt_id) * mini_batches // max(len(prompts), full)
     dp_rank = np.full(len(prompt_id), -1, dtype=np.int64)
     for index in range(mini_batches):
         members = np.flatnonzero((mini_batch == index) & has_gradient)
@@ -169,16 +170,11 @@ class BatchAssembler:
     """Turns scored groups into this replica's training batch."""
 
     def __init__(
-        self,
-        world: World,
-        policy: MegatronPolicy,
-        algorithm: Algorithm,
-        temperature: float,
-        has_logprobs: bool = True,
+        self, world: World, policy: MegatronPolicy, algorithm: Algorithm, temperature: float, prompts_per_step: int
     ):
-        """`temperature` is that of the rollout; `has_logprobs`: the engine gives the log-probs of its responses."""
+        """`temperature` is that of the rollout."""
         self._world, self._policy, self._dims, self._algorithm = world, policy, policy.dims, algorithm
-        self._temperature, self._has_logprobs = temperature, has_logprobs
+        self._temperature, self._prompts_per_step = temperature, prompts_per_step
         self._mini_batches = algorithm.config.mini_batches
         self._sum = partial(sum_over_replicas, world, policy.dims)
 
@@ -209,15 +205,11 @@ class BatchAssembler:
         return sequence
 
     def build_batch(self, parts: list[list[TrainSequence]], table: StepTable) -> TrainBatch:
-        """Log-probs where the engine gave none, advantages, masks and divisors. Collective. Mutates the sequences.
+        """Advantages, masks and divisors. Collective. Mutates the sequences.
 
         `parts`: this replica's sequences by mini-batch.
         """
         flat = [sequence for part in parts for sequence in part]
-        if not self._has_logprobs:
-            for sequence, logprobs in zip(flat, self._logprobs(flat, "policy"), strict=True):
-                drawn = np.where(sequence.trajectory.drawn, logprobs, 0.0).astype(np.float32)
-                sequence.trajectory = replace(sequence.trajectory, logprobs=drawn)
         token_kl: list[np.ndarray] | None = None
         rewards = table.rewards
         if self._algorithm.needs_token_kl:  # k1, the estimator for a KL to the reference in the reward
@@ -267,8 +259,8 @@ class BatchAssembler:
             has_gradient &= ~columns["off_policy"]  # all of such a response's tokens are masked
         if self._policy.actor.has_router_losses:
             has_gradient |= ~rewards.aborted
-        prompt_id, costs = rewards.prompt_id, columns["cost"]
-        mini_batch, dp_rank = place(prompt_id, costs, has_gradient, self._mini_batches, self._dims.dp)
+        counts = self._mini_batches, self._prompts_per_step, self._dims.dp
+        mini_batch, dp_rank = place(rewards.prompt_id, columns["cost"], has_gradient, *counts)
         return StepTable(rewards, mini_batch, dp_rank, scored)
 
     def _with_kl(self, table: StepTable, flat: Sequence[TrainSequence], token_kl: Sequence[np.ndarray]) -> RewardTable:

@@ -53,19 +53,22 @@ class Dropped:
 class EmptySteps:
     """Counts steps in a row in which no group was kept. All ranks count alike."""
 
-    def __init__(self, limit: int, is_main: bool):
-        self._limit, self._is_main = limit, is_main
+    def __init__(self, limit: int, wanted: int, is_main: bool):
+        """`wanted`: groups of a full step; `limit`: see `check`, 0: no number of steps ends the run."""
+        self._limit, self._wanted, self._is_main = limit, wanted, is_main
         self._count, self._last = 0, Dropped()
 
     def look(self, step: int, rounds: int, num_kept: int, num_surplus: int, dropped: Dropped) -> RankMetrics:
         """After the rollouts of `step` (1-based), from figures over all ranks: counts an empty step. Rank 0 logs a
-        warning of it and returns the metrics. `num_surplus`: groups with a gradient beyond those that a step trains on.
+        warning of one that is not full, and returns the metrics. `num_surplus`: groups with a gradient beyond those
+        that a step trains on.
         """
         self._count, self._last = (0 if num_kept else self._count + 1), dropped
         if not self._is_main:
             return {}
-        if not num_kept:
-            _log.warning("step %d: dynamic sampling kept no group in %d rollouts: %s", step, rounds, dropped)
+        if num_kept < self._wanted:
+            kept = f"{num_kept} of {self._wanted} groups"
+            _log.warning("step %d: dynamic sampling kept %s in %d rollouts; it dropped %s", step, kept, rounds, dropped)
         row: dict[str, float] = {
             "sampling/rounds": rounds,
             "sampling/kept_groups": num_kept,

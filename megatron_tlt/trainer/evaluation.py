@@ -35,7 +35,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SEED_OFFSET = 0x5EED  # evaluation must not reuse the noise of training rollouts
-_COLUMNS = {"prompt": np.int64, "correct": np.int64, "reward": float, "length": float, "cut": float, "failed": bool}
+_COLUMNS = {
+    "prompt": np.int64,
+    "first": np.int64,
+    "correct": np.int64,
+    "reward": float,
+    "length": float,
+    "cut": float,
+    "failed": bool,
+}
+
+
+def first_of_each(prompts: Sequence[Prompt]) -> dict[int, int]:
+    """By id of every prompt that of the first one with the same tokens and answer: a file may repeat its rows, which
+    are one problem with more responses. A prompt without an answer is one of its own, for a column that a reward
+    function reads, or its environment's seed, may tell it from others.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    return {
+        p.prompt_id: p.prompt_id if p.answer is None else seen.setdefault((p.token_ids, p.answer), p.prompt_id)
+        for p in prompts
+    }
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:
@@ -47,7 +67,8 @@ def pass_at_k(correct: int, total: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation. `pass_at["k"]` is a mean over prompts, `stderr` that of pass@1, nan of one prompt.
+    """One evaluation. `pass_at["k"]` is a mean over different prompts (see `first_of_each`), `num_prompts` their
+    number, `stderr` the standard error of pass@1, nan of one prompt.
 
     `failures`: responses that no reward function judged, aborted trajectories included; they count as wrong.
     `env`: with environments the mean of turns, and of the reward of the N-th turn where there was one.
@@ -88,12 +109,12 @@ class Evaluator:
     ):
         """Keeps responses of at most `draft_bytes`, 4 a token, as drafts of the next evaluation."""
         self._prompts, self._queues = prompts, queues
+        self._first = first_of_each(prompts)
         self._environments = environments
         self._section, self._backend, self._rewards, self._world = section, backend, rewards, queues.world
-        max_tokens = section.max_tokens or params.max_tokens
-        self._params = replace(
-            params, temperature=section.temperature, max_tokens=max_tokens, seed=params.seed + _SEED_OFFSET
-        )
+        own = {name: getattr(section, name) for name in ("max_tokens", "top_k", "top_p", "min_p")}
+        own = {name: value for name, value in own.items() if value is not None}
+        self._params = replace(params, temperature=section.temperature, seed=params.seed + _SEED_OFFSET, **own)
         self._draft_bytes = draft_bytes
         self._drafts: dict[tuple[int, int], np.ndarray] = {}  # see `GenerateCall.drafts`; the same on every rank
 
@@ -131,8 +152,8 @@ class Evaluator:
         if failures is not None:
             _log.warning(failures)
         rows = [
-            (g.prompt.prompt_id, r.correct, r.value, s.num_drawn, s.is_truncated, r.failure is not None)
-            for g in groups
+            (i, self._first[i], r.correct, r.value, s.num_drawn, s.is_truncated, r.failure is not None)
+            for i, g in ((g.prompt.prompt_id, g) for g in groups)
             for s, r in zip(g.samples, g.rewards, strict=True)
         ]
         columns = as_columns(_COLUMNS, rows)
@@ -152,15 +173,15 @@ class Evaluator:
 
 
 def summarise(step: int, columns: dict[str, np.ndarray]) -> EvalResult:
-    """Statistics of one evaluation from one row a sample: prompt, correct, reward, length, cut, failed; with
-    environments also those of `turn_columns`.
+    """Statistics of one evaluation from one row a sample: prompt, first (of the same ones, see `first_of_each`),
+    correct, reward, length, cut, failed; with environments also those of `turn_columns`.
 
     The rows are brought into the prompts' order first: as they come, it depends on the number of ranks, and the
     last bits of a sum on it.
     """
     order = np.argsort(columns["prompt"], kind="stable")
     columns = {name: values[order] for name, values in columns.items()}
-    _, inverse = np.unique(columns["prompt"], return_inverse=True)
+    _, inverse = np.unique(columns["first"], return_inverse=True)
     total, right = np.bincount(inverse), np.bincount(inverse, weights=columns["correct"])
     pairs = [(int(c), int(n)) for c, n in zip(right, total, strict=True)]
     ks = [2**i for i in range(int(total.min()).bit_length())]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning
@@ -33,6 +34,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     found = model_warnings(config.model.path) if config.model.megatron_path is None else []
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
     own.append(learning_rate_warning(config, shape_of(config.model)))
+    own.append(schedule_warning(config))
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 

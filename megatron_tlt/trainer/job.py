@@ -6,6 +6,7 @@ load -> begin -> [ step -> save where due ] ... -> finish
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_tlt.errors import CheckpointError, ConfigError, OpeningError, TrainingError, UnjudgedError
 from megatron_tlt.resilience.shutdown import GracefulExit
-from megatron_tlt.trainer.run_record import write_config
+from megatron_tlt.trainer.run_record import CHANGES_FILE, write_config
 
 if TYPE_CHECKING:
     from megatron_tlt.checkpoint.manager import CheckpointManager
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.observe.progress import ProgressDisplay
     from megatron_tlt.resilience.shutdown import GracefulShutdown
+
+_log = logging.getLogger(__name__)
 
 State: TypeAlias = dict[str, Any]
 
@@ -133,8 +136,10 @@ class Job(ABC):
         except CheckpointError as error:
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
-        if self.world.is_main and (changed := write_config(self.config, self.state_dir)) and state is not None:
-            self.note(f"goes on with other settings or code than at its last start: {', '.join(sorted(changed))}")
+        step = None if state is None else self.done
+        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step)):
+            what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
+            _log.warning("the run goes on with other settings or code than at its last start: %s", what)
         self.world.barrier()
 
     def _keep(self) -> str | None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.trainer.job import Job, State
-from megatron_tlt.types import TrainOutput
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
@@ -94,11 +93,8 @@ class RLTrainer(Job):
         self._maybe_evaluate()
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
-        """Updates the policy, unless dynamic sampling kept no group. Returns metrics."""
-        if any(batch.denominators):
-            out = self.policy.train_step(batch)
-        else:
-            out = TrainOutput(self.policy.policy_version, {"empty_step": 1.0}, skipped=True)
+        """Updates the policy. Returns metrics."""
+        out = self.policy.train_step(batch)
         return out.metrics | self.recovery.look_at(batch, out)
 
     def _sync_weights(self) -> dict[str, float]:
@@ -169,8 +165,9 @@ class RLTrainer(Job):
         self.recovery.load(state)
 
     def state_dict(self) -> State:
-        # Beside the state: the position on the learning-rate schedule is a count of mini-batches.
-        return {**self.recovery.state_dict(), "mini_batches": self.config.algorithm.mini_batches}
+        # Beside the state: the position on the learning-rate schedule is a count of mini-batches, its length another.
+        counts = {"mini_batches": self.config.algorithm.mini_batches}
+        return {**self.recovery.state_dict(), **counts, "total_optimizer_steps": self.config.optimizer_steps}
 
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again

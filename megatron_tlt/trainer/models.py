@@ -118,9 +118,10 @@ def _policy(config: Config, world: World, algorithm: Algorithm) -> MegatronPolic
         config.actor,
         config.optimizer,
         algorithm,
-        total_optimizer_steps=config.train.num_steps * config.algorithm.mini_batches,
+        total_optimizer_steps=config.optimizer_steps,
         keep_reference=algorithm.needs_reference,
         teacher=config.algorithm.teacher,
+        seed=config.train.seed,
     )
 
 

@@ -11,33 +11,43 @@ from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.hub import with_names
 from megatron_tlt.models.hf.peft import is_same_model
 from megatron_tlt.observe.files import write_atomically
+from megatron_tlt.observe.jsonl import StepFile
 from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.workers.user_code import code_digest, source_of
 
-# Sections, and fields of others, that decide what a run learns.
+CHANGES_FILE = "config_changes.jsonl"
+
+# Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (
     *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "train.prompts_per_step", "train.seed"),
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
-    *("actor.router_replay", "actor.lora"),
+    *("actor.router_replay", "actor.lora", "rollout.backend", "rollout.dtype", "eval"),
 )
+_FREE = (".params", ".chat_template_kwargs")  # mappings whose keys are the user's
 
 
-def write_config(config: TrainingConfig, directory: Path) -> list[str]:
+def write_config(config: TrainingConfig, directory: Path, step: int | None = None) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
-    The record has a section more, `code`: fingerprints of the user's rewards and environment.
+    The record has a section more, `code`: fingerprints of the user's rewards and environment. `step`: of the checkpoint
+    that it goes on from; None: it begins.
 
-    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise.
+    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on; a line of
+    `CHANGES_FILE` has their former and new values.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
     named["code"] = _code(named)
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        changed = [f for s in named if s in before for f in _changed(before[s], named[s], s) if _is_learned_from(f)]
+        found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
     except (OSError, ValueError, TypeError):  # the first start, or no record of this program
-        changed = []
+        found = {}
+    changed = {f: pair for f, pair in found.items() if step is not None and _is_learned_from(f)}
+    if changed or (directory / CHANGES_FILE).exists():
+        with StepFile(directory / CHANGES_FILE, step or 0) as file:  # without lines of later steps
+            file.write_rows(step or 0, *([{"changed": changed}] if changed else []))
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
     return [f"{f} (or a .py file beside it)" if f.startswith("code.") else f for f in changed]
 
@@ -67,13 +77,15 @@ def _is_learned_from(field: str) -> bool:
     return any(f"{field}.".startswith(f"{name}.") for name in _LEARNS_FROM)
 
 
-def _changed(before: Any, now: Any, field: str) -> list[str]:
-    """Fields of two JSON trees whose values differ; one that only one of them has is of another version."""
-    if isinstance(before, dict) and isinstance(now, dict):
+def _changed(before: Any, now: Any, field: str) -> list[tuple[str, tuple[Any, Any]]]:
+    """Fields of two JSON trees whose values differ, with both values; one that only one of them has is of another
+    version, but for those of a user's own mapping, which is compared whole.
+    """
+    if isinstance(before, dict) and isinstance(now, dict) and not field.endswith(_FREE):
         return [f for key in before.keys() & now.keys() for f in _changed(before[key], now[key], f"{field}.{key}")]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return [f for i, pair in enumerate(zip(before, now)) for f in _changed(*pair, f"{field}.{i}")]
-    return [] if before == now else [field]
+    return [] if before == now else [(field, (before, now))]
 
 
 def _code(named: dict[str, Any]) -> dict[str, str]:

@@ -76,7 +76,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     lock, run_dir = _prepare(config, world), Path(config.train.run_dir)
 
     # Inputs of a batch.
-    algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens)
+    has_logprobs = CAPABILITIES[config.rollout.backend].logprobs
+    algorithm = build_algorithm(config.algorithm, config.rollout.max_tokens, has_logprobs)
     rewards = reward_pool(config, world)
 
     tp = tensor_parallel(world, config.rollout.tp)
@@ -113,12 +114,13 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         algorithm=algorithm,
         metrics=metrics,
     )
+    temperature, prompts_per_step = config.rollout.temperature, config.train.prompts_per_step
     return RLTrainer(
         config=config,
         world=world,
         state=state,
         sampler=sampler,
-        assembler=BatchAssembler(world, policy, algorithm, config.rollout.temperature, backend.capabilities.logprobs),
+        assembler=BatchAssembler(world, policy, algorithm, temperature, prompts_per_step),
         policy=policy,
         drafter=drafter,
         sync=BucketedSync(config.sync, backend, world),

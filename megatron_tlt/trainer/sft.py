@@ -45,7 +45,7 @@ class CompletionLoss:
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss sum over unmasked tokens (0-d) and its metric sums."""
         nll = -(inputs.logprobs * inputs.mask).sum()
-        return nll, {"nll": nll.detach(), "tokens": inputs.mask.sum()}
+        return nll, {"nll": nll.detach()}
 
 
 def read_records(
@@ -117,7 +117,8 @@ class SftTrainer(Job):
             config.actor,
             config.optimizer,
             CompletionLoss(),
-            total_optimizer_steps=sft.num_steps,
+            total_optimizer_steps=config.optimizer_steps,
+            seed=sft.seed,
         )
         at = config.state_dir
         self.checkpoints = CheckpointManager(config.checkpoint, at, sft.num_steps, self.policy, world, lock)
@@ -162,7 +163,8 @@ class SftTrainer(Job):
 
     def state_dict(self) -> State:
         """What a checkpoint has beside policy and optimizer."""
-        return {"step": self.done, "sft": self._fingerprint}
+        total = self.config.optimizer_steps  # of the learning-rate schedule
+        return {"step": self.done, "sft": self._fingerprint, "total_optimizer_steps": total}
 
     def unsaved(self) -> str | None:
         """Without an update there is no state that could be loaded."""

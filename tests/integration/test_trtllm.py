@@ -40,7 +40,7 @@ def test_a_run_trains_on_an_engine_in_another_process(tmp_path: Path) -> None:
         assert row["engine/generated_tokens"] > 32
         assert row["spec/accept_length"] == 2.0, "the toy's drafter, from its own figures"
         assert math.isfinite(row["policy/loss"])
-        assert row["policy/mismatch_abs"] == pytest.approx(0, abs=1e-5), "the actor's own log-probs"
+        assert "policy/mismatch_abs" not in row, "the actor would be compared with itself"
         assert row["sync/mib"] > 0
     # Windows train on the step before: none is there in the first one.
     assert [row["drafter/version"] for row in mine] == [0, 1, 2]

@@ -116,9 +116,10 @@ def test_gradients_are_clipped() -> None:
     assert found["moved"] == pytest.approx(0.05 * 1e-3, rel=1e-2)  # one SGD step: learning rate times norm
 
 
-def test_a_step_without_trained_tokens_leaves_everything() -> None:
+def test_a_step_without_trained_tokens_moves_the_schedule_and_nothing_else() -> None:
     found = case("nothing_trained")
-    assert found["untouched"]
+    assert found["untouched"] and found["metrics"] == {"empty_step": 1.0}
+    assert found["position"] == 3, "after one mini-batch before, and two without a token"
     assert found["same_metrics"], "an empty mini-batch beside another one is in no mean"
 
 

@@ -62,15 +62,16 @@ def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
 
 
 def check_data(config: Config) -> Problems:
-    """Sources name what they need; evaluation has somewhere to come from."""
+    """Sources name what they need; an evaluation has prompts and draws of its own."""
     for path, source in config.data.sources:
         yield from _check_source(path, source, config.env is not None)
     train, held_out = config.data.train, config.data.eval
+    samples, is_greedy = config.eval.samples_per_prompt, config.eval.temperature == 0
+    if held_out is not None and samples > 1 and is_greedy and config.env is None:
+        allowed = "must be 1 with eval.temperature = 0: greedy responses to one prompt are all the same"
+        yield ConfigProblem("eval.samples_per_prompt", samples, allowed)
     if held_out is None or train is UNREAD:
         return
-    if train.kind in ("tasks", "env") and held_out == train:
-        allowed = "must differ from data.train.seed, or evaluation uses the training prompts"
-        yield ConfigProblem("data.eval.seed", held_out.seed, allowed)
     place = train.path, train.subset, train.split or "train"
     if train.kind != "tasks" and place[0] and place == (held_out.path, held_out.subset, held_out.split or "train"):
         allowed = "must differ from data.train.path (or in its split), or evaluation uses the training prompts"
@@ -206,6 +207,9 @@ def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:
     """Learning rate and schedule; `total_steps` counts optimizer steps of the run."""
     if optimizer.min_lr > optimizer.lr:
         yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, f"must be <= optimizer.lr ({optimizer.lr})")
+    elif optimizer.min_lr and optimizer.schedule == "constant":
+        allowed = "must be 0 with optimizer.schedule = constant: it is where linear and cosine end"
+        yield ConfigProblem("optimizer.min_lr", optimizer.min_lr, allowed)
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= total_steps:
         allowed = f"must be < the run's optimizer steps ({total_steps})"
         yield ConfigProblem("optimizer.warmup_steps", optimizer.warmup_steps, allowed)

@@ -28,8 +28,9 @@ def check_rollout(config: Config, shape: ArchitectureConfig | None, num_ranks: i
         if shape.num_experts:
             yield from _check_grouped(config, shape, device)
         yield from _check_kv_cache(config, shape)
-        if rollout.top_k > shape.vocab_size:
-            yield ConfigProblem("rollout.top_k", rollout.top_k, f"must be <= the vocabulary ({shape.vocab_size})")
+        for field, top_k in (("rollout.top_k", rollout.top_k), ("eval.top_k", config.eval.top_k)):
+            if top_k is not None and top_k > shape.vocab_size:
+                yield ConfigProblem(field, top_k, f"must be <= the vocabulary ({shape.vocab_size})")
 
 
 def _check_native(config: Config, shape: ArchitectureConfig | None, device: Device | None) -> Problems:

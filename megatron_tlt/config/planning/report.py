@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
@@ -141,11 +142,18 @@ def _evaluations(config: Config) -> str:
 
 
 def _without_effect(config: Config) -> list[str]:
-    """A setting that the engine does not need, which a recipe may have for another one."""
-    backend = config.rollout.backend
-    if CAPABILITIES[backend].logprobs or config.algorithm.importance_cap == 0:
-        return []
-    return [f"  no effect with {backend}: algorithm.importance_cap: the actor scores the responses"]
+    """Settings that another one leaves without effect, which a recipe may have for another case."""
+    algorithm, backend = config.algorithm, config.rollout.backend
+    found = []
+    if not CAPABILITIES[backend].logprobs and algorithm.importance_cap:
+        found.append(f"with {backend}: algorithm.importance_cap: the engine gives no log-probs")
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+        estimator = f"algorithm.kl_estimator = {algorithm.kl_estimator}"
+        found.append(f"with algorithm.kl_in = reward: {estimator}: the reward takes k1")
+    rounds = algorithm.max_sampling_rounds
+    if not algorithm.dynamic_sampling and rounds != AlgorithmSection().max_sampling_rounds:
+        found.append(f"without algorithm.dynamic_sampling: algorithm.max_sampling_rounds = {rounds}")
+    return [f"  no effect {text}" for text in found]
 
 
 def _memory(

@@ -187,10 +187,11 @@ def nothing_trained(world: World, root: Path) -> None:
     metrics = beside.train_step(train_batch([sequences(4), []], [50.0, 0.0])).metrics
     same = all(metrics[name] == alone[name] != 0 for name in ("loss", "grad_norm", "grad_clipped"))
     before = copy_of(policy.named_weights())
-    out = policy.train_step(train_batch([[]], [0.0]))
+    out = policy.train_step(train_batch([[], []], [0.0, 0.0]))
     untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
     untouched = untouched and out.skipped and out.policy_version == 1
-    say(world, case="nothing_trained", untouched=untouched, same_metrics=same)
+    left = {"untouched": untouched, "metrics": out.metrics, "position": policy.optimizer_steps}
+    say(world, case="nothing_trained", same_metrics=same, **left)
 
 
 def decay(world: World, root: Path) -> None:

@@ -53,7 +53,7 @@ def train(
     """(weights after the first step, gradients of the last update, figures of both steps)."""
     optimizer = ADAM.model_copy(update={"weight_decay": 0.1})
     policy = make_policy(world, root / "qwen3", optimizer, algorithm, keep_reference=False, **layout)
-    assembler = BatchAssembler(world, policy, algorithm, TEMPERATURE)
+    assembler = BatchAssembler(world, policy, algorithm, TEMPERATURE, len(STEPS[0]))
     figures = []
     for step in range(len(STEPS)):
         mine = groups(step)[world.rank :: world.size]

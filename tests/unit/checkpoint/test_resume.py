@@ -146,19 +146,22 @@ def test_a_checkpoint_with_another_drafter_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("given", "fits"),
+    ("given", "fits", "rates"),
     [
-        ([], True),
-        (["optimizer.schedule=cosine"], True),
-        (["optimizer.schedule=cosine", "train.num_steps=900"], True),
-        (["algorithm.mini_batches=1"], True),
-        (["optimizer.schedule=cosine", "algorithm.mini_batches=1"], False),
-        (["optimizer.schedule=linear", "algorithm.mini_batches=8"], False),
+        ([], True, None),
+        (["train.num_steps=900"], True, None),
+        (["optimizer.schedule=cosine"], True, None),
+        (["optimizer.schedule=linear", "train.num_steps=10"], True, "from 9e-05 to 7e-05"),
+        (["optimizer.schedule=linear", "train.num_steps=3"], True, "from 9e-05 to 0"),
+        (["algorithm.mini_batches=1"], True, None),
+        (["optimizer.schedule=cosine", "algorithm.mini_batches=1"], False, None),
+        (["optimizer.schedule=linear", "algorithm.mini_batches=8"], False, None),
     ],
 )
-def test_a_decaying_rate_needs_the_number_of_updates_a_step_of_the_checkpoint(tmp_path, given, fits):
+def test_a_decaying_rate_needs_the_checkpoints_updates_a_step_and_jumps_with_their_number(tmp_path, given, fits, rates):
     """Its schedule's position is a count of updates, its length follows from the number of those a step."""
-    files_of = [f"train.run_dir={tmp_path}", "rollout.speculation.drafter_path=null"]
+    files_of = [f"train.run_dir={tmp_path}", "rollout.speculation.drafter_path=null", "train.num_steps=30"]
+    files_of += ["optimizer.lr=1e-4", "optimizer.warmup_steps=0"]
     before, config = (
         load_config("configs/quickstart.yaml", [*files_of, "algorithm.mini_batches=4", *more]) for more in ([], given)
     )
@@ -166,11 +169,15 @@ def test_a_decaying_rate_needs_the_number_of_updates_a_step_of_the_checkpoint(tm
     records = files.model_record(TINY), files.training_record(before.actor, before.optimizer.name, shards, "")
     directory = published(tmp_path / "checkpoints", 3, records=records)
     state = RLTrainer.state_dict(SimpleNamespace(recovery=SimpleNamespace(state_dict=dict), config=before))
-    found = replace(files.read_manifest(directory), extra=state)
+    found = replace(files.read_manifest(directory), extra=state, optimizer_steps=12)
     (directory / files.MANIFEST).write_text(found.to_json())
     problems = resume.resume_problems(config, TINY, "cpu")
     assert len(problems) == (not fits)
     now = config.algorithm.mini_batches
     assert fits or f"algorithm.mini_batches is 4, not {now}, and" in problems[0].allowed
+    warning = resume.schedule_warning(config)
+    assert not fits or (warning is None) == (rates is None)
+    assert rates is None or f"at step 3 the learning rate goes {rates}" in warning
     (directory / files.MANIFEST).write_text(replace(found, extra={}).to_json())
     assert not resume.resume_problems(config, TINY, "cpu"), "a record of before"
+    assert resume.schedule_warning(config) is None

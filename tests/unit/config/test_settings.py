@@ -13,7 +13,7 @@ from megatron_tlt.config.schema import element_of, section_of
 from megatron_tlt.config.yaml_reader import parse_yaml
 from tests.helpers.mpi import ROOT
 
-MOST = 215
+MOST = 218
 # By `tools/`, from the code: that a setting stands there says nothing.
 GENERATED = {"config.md", "recipes.md", "results.md"}
 Setting = tuple[str, str]  # class and field: a section that stands at two places has its settings once

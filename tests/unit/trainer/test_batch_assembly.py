@@ -29,9 +29,10 @@ def policy_of(logprobs=None, **actor):
     return SimpleNamespace(dims=Dims(), actor=ActorSection(**actor), logprobs=logprobs, policy_version=3)
 
 
-def assembled(algorithm, groups, logprobs=None, temperature=1.0, has_logprobs=True, scored=None):
+def assembled(algorithm, groups, logprobs=None, temperature=1.0, scored=None):
     """The step's table and batch on one rank; `scored`: more groups than those to train on."""
-    assembler = BatchAssembler(SingleProcess(), policy_of(logprobs), algorithm, temperature, has_logprobs)
+    full = len(groups)
+    assembler = BatchAssembler(SingleProcess(), policy_of(logprobs), algorithm, temperature, full)
     table, parts = assembler.exchange(groups, scored or groups)
     return table, assembler.build_batch(parts, table)
 
@@ -55,15 +56,25 @@ def test_placement_keeps_prompts_whole_and_balances_tokens():
     prompt_id = np.repeat(np.arange(32), 8)
     costs = rng.geometric(0.01, len(prompt_id)) + 20
     has_gradient = prompt_id % 3 > 0
-    mini_batch, dp_rank = place(prompt_id, costs, has_gradient, mini_batches=4, dp=4)
+    mini_batch, dp_rank = place(prompt_id, costs, has_gradient, mini_batches=4, full=32, dp=4)
     for prompt in range(32):
         assert set(mini_batch[prompt_id == prompt]) == {prompt // 8}
     for index in range(4):
         loads = [costs[(mini_batch == index) & (dp_rank == dp)].sum() for dp in range(4)]
         assert max(loads) <= 1.1 * np.mean(loads)
     assert np.array_equal(dp_rank < 0, ~has_gradient)
-    again = place(prompt_id, costs, has_gradient, mini_batches=4, dp=4)
+    again = place(prompt_id, costs, has_gradient, mini_batches=4, full=32, dp=4)
     assert all(np.array_equal(a, b) for a, b in zip((mini_batch, dp_rank), again, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sizes"), [(3, [3, 0, 0, 0]), (8, [8, 0, 0, 0]), (19, [8, 8, 3, 0]), (32, [8] * 4), (34, [9, 8, 9, 8])]
+)
+def test_a_step_of_fewer_prompts_has_fewer_updates_of_the_same_size(prompts, sizes):
+    """And one of more, as some with carried responses have, as many: all are larger."""
+    prompt_id = np.repeat(np.arange(prompts) * 5, 2)
+    mini_batch, _ = place(prompt_id, prompt_id + 9, prompt_id >= 0, mini_batches=4, full=32, dp=2)
+    assert np.bincount(mini_batch, minlength=4).tolist() == [2 * size for size in sizes]
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
@@ -97,39 +108,20 @@ def test_kl_in_the_reward_lowers_the_sample_that_drifted():
     assert first.advantages[0] < third.advantages[0]
 
 
-@pytest.mark.parametrize("has_logprobs", [True, False])
-def test_responses_of_an_engine_without_log_probs_get_those_of_the_policy(has_logprobs):
-    asked = []
-
-    def logprobs(sequences, temperature, which):
-        asked.append((len(sequences), temperature, which))
-        return [np.full(len(s.loss_mask), -float(s.trajectory.prompt_id)) for s in sequences]
-
-    algorithm = build_algorithm(AlgorithmSection(mini_batches=2), max_tokens=8)
-    _, batch = assembled(algorithm, make_groups(), logprobs, 0.5, has_logprobs)
-    for trajectory in (s.trajectory for s in chain(*batch.mini_batches)):
-        assert set(trajectory.logprobs.tolist()) == {-0.5 if has_logprobs else -float(trajectory.prompt_id)}
-    assert asked == ([] if has_logprobs else [(12, 0.5, "policy")])
-
-
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
     """Two of four groups have equal rewards, 0.1 and 0: their responses count in divisors and figures only."""
     section = AlgorithmSection(name=name, mini_batches=2, advantage_eps=1e-9)
-    algorithm, groups, asked = build_algorithm(section, max_tokens=8), make_groups(), []
+    algorithm, groups = build_algorithm(section, max_tokens=8), make_groups()
     for group, reward in ((groups[0], 0.1), (groups[3], 0.0)):
         group.rewards = [RewardResult(reward, False) for _ in group.samples]
 
-    def logprobs(sequences, temperature, which):
-        asked.extend(s.trajectory.prompt_id for s in sequences)
-        return [np.zeros(len(s.loss_mask)) for s in sequences]
-
-    table, batch = assembled(algorithm, groups, logprobs, has_logprobs=False)
+    table, batch = assembled(algorithm, groups)
     trained = [[s.trajectory.prompt_id for s in part] for part in batch.mini_batches]
     lengths = np.array([[len(s.token_ids) for s in group.samples] for group in groups])
     is_whole_batch = name in ("reinforce_pp", "distill")  # the batch as baseline; the teacher
     expected = [[10] * 3 + [11] * 3, [12] * 3 + [13] * 3] if is_whole_batch else [[11] * 3, [12] * 3]
-    assert trained == expected and asked == expected[0] + expected[1]
+    assert trained == expected
     assert batch.denominators == [
         algorithm.divisor(lengths[:2].ravel()),
         algorithm.divisor(lengths[2:].ravel()),
@@ -175,7 +167,7 @@ def test_whatever_limit_has_cut_a_response_it_counts_as_truncated_and_may_be_mas
 EVERY = [(name, kl) for name in sorted(ALGORITHMS) for kl in ({}, {"kl_coef": 0.5, "kl_in": "reward"})]
 
 
-def built(groups, name, has_logprobs=False, **section):
+def built(groups, name, **section):
     """Figures and batch of groups. Log-probs are functions of the token, the policy's and the reference's differ."""
 
     def logprobs(sequences, temperature, which):
@@ -183,7 +175,7 @@ def built(groups, name, has_logprobs=False, **section):
         return [ids * (-0.1 if which == "policy" else -0.3) for ids in tokens]
 
     algorithm = build_algorithm(AlgorithmSection(name=name, **section), max_tokens=8)
-    table, batch = assembled(algorithm, groups, logprobs, has_logprobs=has_logprobs)
+    table, batch = assembled(algorithm, groups, logprobs)
     return table.metrics(), batch
 
 
@@ -222,7 +214,7 @@ def test_tokens_of_earlier_policies_have_no_loss_and_count_for_everything_else(n
         elif len(sample.token_ids) > 1:
             sample.earlier = ((2, 1),)
     (metrics, plain), (also, batch) = (
-        built(groups, name, has_logprobs=True, mini_batches=2, mask_off_policy=masked, **kl) for masked in (False, True)
+        built(groups, name, mini_batches=2, mask_off_policy=masked, **kl) for masked in (False, True)
     )
     skipped = {"update/skipped_tokens": 0, "update/skipped_share": 0}
     assert also | skipped == metrics | skipped
@@ -267,7 +259,7 @@ def test_losses_of_routers_have_a_gradient_in_every_response(losses):
         group.rewards = [RewardResult(0.0, False) for _ in group.samples]
     groups[1].samples[0].finish_reason = "abort"
     assembler = BatchAssembler(
-        SingleProcess(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0
+        SingleProcess(), policy_of(**losses), build_algorithm(AlgorithmSection(), max_tokens=8), 1.0, len(groups)
     )
     _, (sequences,) = assembler.exchange(groups, groups)
     assert len(sequences) == (11 if losses else 3), "an aborted response is not trained on, whatever the loss"
@@ -316,7 +308,7 @@ def test_what_every_rank_sends_to_every_other_grows_with_the_tokens_that_a_histo
     for tokens in (50, 5000):  # the table of samples, and the row of a rank
         world, groups = Metered(), scored(tokens)
         algorithm = build_algorithm(AlgorithmSection(name="grpo"), max_tokens=8)
-        BatchAssembler(world, policy_of(), algorithm, temperature=1.0).exchange(groups, groups)
+        BatchAssembler(world, policy_of(), algorithm, 1.0, len(groups)).exchange(groups, groups)
         world.all_gather_object(rank_row(EngineStats(), groups))
         sizes.append(world.sent)
     assert sizes[1] <= sizes[0] + 100 and sizes[0] < 24 * 100 + 1000

@@ -26,6 +26,7 @@ def columns(right_by_prompt):
     cut = np.zeros(len(rows))
     return {
         "prompt": prompt,
+        "first": prompt,
         "correct": correct,
         "reward": correct.astype(float),
         "length": length,
@@ -46,6 +47,7 @@ def test_summary_means_errors_and_powers_of_two():
 def test_the_order_in_which_ranks_deliver_changes_no_bit():
     rows = columns(np.random.default_rng(0).integers(0, 2, (50, 4)).tolist())
     rows["reward"] = np.random.default_rng(1).random(200)
+    rows["first"] = rows["prompt"] // 2
     split = np.concatenate([np.flatnonzero(rows["prompt"] % 3 == rank) for rank in range(3)])
     assert summarise(1, {name: values[split] for name, values in rows.items()}) == summarise(1, rows)
 
@@ -58,7 +60,7 @@ def test_turns_and_their_rewards_are_means_over_the_trajectories_that_had_them()
     assert found.metrics()["eval/env/reward/turn_2"] == 0.75
 
 
-def evaluator_of(failed, judged_elsewhere=0):
+def evaluator_of(failed, judged_elsewhere=0, answers=(None, None), section=None):
     """Of two prompts with two responses each, of which the first `failed` are not judged; beside another rank."""
     both = lambda mine: [mine, (judged_elsewhere, None)] if isinstance(mine, tuple) else [mine]  # noqa: E731
     world = SimpleNamespace(
@@ -78,9 +80,11 @@ def evaluator_of(failed, judged_elsewhere=0):
     opened = lambda prompts, _: SimpleNamespace(fetched=list(prompts))  # noqa: E731
     queues = SimpleNamespace(world=world, tp=1, is_first=True, open=opened)
     backend = SimpleNamespace(ordered=list, generate=generate, history_responses=0, remember=lambda _: None)
-    prompts, section = [Prompt(i, f"q{i}", (1,), "") for i in range(2)], EvalSection(samples_per_prompt=2)
+    prompts = [Prompt(i, f"q{i}", (1,), "", answer) for i, answer in enumerate(answers)]
+    section = section or EvalSection(samples_per_prompt=2)
     rewards = SimpleNamespace(score=score)
-    return Evaluator(prompts, section, SamplingParams(max_tokens=4, seed=0), backend, rewards, queues)
+    params = SamplingParams(max_tokens=4, seed=0, top_p=0.9, top_k=7)
+    return Evaluator(prompts, section, params, backend, rewards, queues)
 
 
 def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(caplog):
@@ -90,3 +94,23 @@ def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(cap
     assert evaluator_of(failed=4, judged_elsewhere=1).run(5).failures == 4
     with pytest.raises(UnjudgedError, match=r"^evaluation at step 5: .* failed on every response .*: no judge"):
         evaluator_of(failed=4).run(5)
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_prompts", "pass_at"),
+    [
+        (("5", "5"), 1, {"1": 0.25, "2": 0.5, "4": 1.0}),  # one problem with four responses, of which one is right
+        (("5", "6"), 2, {"1": 0.25, "2": 0.5}),
+        ((None, None), 2, {"1": 0.25, "2": 0.5}),
+    ],
+)
+def test_rows_with_the_same_prompt_and_answer_are_one_prompt(answers, num_prompts, pass_at):
+    result = evaluator_of(failed=3, answers=answers).run(5)
+    assert (result.num_prompts, result.pass_at) == (num_prompts, pytest.approx(pass_at))
+    assert math.isnan(result.stderr) == (num_prompts == 1)
+
+
+def test_masks_of_an_evaluation_are_the_rollouts_unless_it_has_its_own():
+    of_eval = [EvalSection(), EvalSection(top_p=0.7, top_k=0, min_p=0.1)]
+    taken = [evaluator_of(failed=0, section=section)._params for section in of_eval]
+    assert [(p.top_p, p.top_k, p.min_p) for p in taken] == [(0.9, 7, 0.0), (0.7, 0, 0.1)]

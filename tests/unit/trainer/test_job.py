@@ -111,6 +111,18 @@ def test_a_signal_saves_the_last_finished_step_and_the_next_start_goes_on(signal
     assert not resumed.checkpoints.is_open
 
 
+def test_other_settings_than_at_the_last_start_are_a_warning(tmp_path, caplog):
+    stopped = Counting(tmp_path, Kept(), Signals(after=3))
+    stopped.run()
+    for lr, warnings in ((1e-6, 0), (0.5, 1)):
+        resumed = Counting(tmp_path, Kept(stopped.checkpoints.state), Signals())
+        section = resumed.config.optimizer.model_copy(update={"lr": lr})
+        resumed.config = resumed.config.model_copy(update={"optimizer": section})
+        resumed.run()
+        assert len(caplog.messages) == warnings
+    assert caplog.messages[0].endswith(": optimizer.lr (values: config_changes.jsonl)")
+
+
 def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
     job = Counting(tmp_path, Kept(), Signals(after=3), resume="never")
     assert job.run()

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.trainer.run_record import other_model, write_config
+from megatron_tlt.trainer.run_record import CHANGES_FILE, other_model, write_config
 
 
-def start(run_dir: Path, *overrides: str) -> list[str]:
+def start(run_dir: Path, *overrides: str, step: int | None = 3) -> list[str]:
     """The fields that this start has otherwise than the one before."""
     config = build_config({"model": {"path": "m"}}, [f"train.run_dir={run_dir}", *overrides], Config)
-    return sorted(write_config(config, run_dir))
+    return sorted(write_config(config, run_dir, step))
 
 
 # Learned from, and three of speed alone.
 OTHERS = ["rollout.temperature=0.5", "rollout.max_tokens=9", "rollout.carry_over=8", "actor.lora.rank=4"]
 OTHERS += ["actor.router_replay=rollout", "train.seed=3", "train.prompts_per_step=8"]
+OTHERS += ["rollout.backend=vllm", "rollout.dtype=bf16", "eval.top_p=0.7"]
 OTHERS += ["rollout.max_running_requests=7", "actor.micro_batch_tokens=512", "rollout.speculation.draft_len=3"]
 
 
@@ -28,13 +30,38 @@ def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> N
     assert start(tmp_path, reward % 0.5) == []
     assert start(tmp_path, reward % 0.5, "train.num_steps=7") == []
     assert start(tmp_path, reward % 0.9, "optimizer.lr=0.5", "train.num_steps=8", *OTHERS) == [
-        *("actor.lora", "actor.router_replay", "optimizer.lr", "rewards.functions.0.threshold"),
-        *("rollout.carry_over", "rollout.max_tokens", "rollout.temperature"),
+        *("actor.lora", "actor.router_replay", "eval.top_p", "optimizer.lr", "rewards.functions.0.threshold"),
+        *("rollout.backend", "rollout.carry_over", "rollout.dtype", "rollout.max_tokens", "rollout.temperature"),
         *("train.prompts_per_step", "train.seed"),
     ]
     assert start(tmp_path, reward % 0.9, "optimizer.lr=0.5", *OTHERS, "actor.lora.adapter_path=/a") == [
         "actor.lora.adapter_path"
     ]
+
+
+def test_a_mapping_of_the_users_own_is_compared_whole(tmp_path: Path) -> None:
+    python = "rewards.functions=[{name: python, path: r.py:f, params: {%s}}]"
+    template = "data.chat_template_kwargs.reasoning_effort=low"
+    assert start(tmp_path, python % "a: 1") == []
+    assert start(tmp_path, python % "a: 1, b: 2") == ["rewards.functions.0.params"]
+    assert start(tmp_path, python % "a: 1, b: 2", template) == ["data.chat_template_kwargs"]
+    assert start(tmp_path, python % "b: 2") == ["data.chat_template_kwargs", "rewards.functions.0.params"]
+
+
+def test_changes_are_kept_with_their_values_by_step(tmp_path: Path) -> None:
+    def kept() -> list[tuple[int, dict[str, list[object]]]]:
+        rows = [json.loads(line) for line in (tmp_path / CHANGES_FILE).read_text().splitlines()]
+        return [(row["step"], row["changed"]) for row in rows]
+
+    start(tmp_path, "optimizer.lr=0.5", step=None)
+    assert not (tmp_path / CHANGES_FILE).exists()
+    start(tmp_path, "optimizer.lr=0.25", step=4)
+    start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=6)
+    first = (4, {"optimizer.lr": [0.5, 0.25]})
+    assert kept() == [first, (6, {"eval.max_tokens": [None, 9]})]
+    start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=5)
+    assert kept() == [first], "of a later checkpoint, which it did not go on from"
+    assert start(tmp_path, "optimizer.lr=0.5", step=None) == kept() == [], "begun anew"
 
 
 def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,14 @@ def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
     assert ranks.unwatched == ["scoring"] * 2
 
 
+def test_a_step_with_fewer_groups_than_wanted_says_how_many(caplog: pytest.LogCaptureFixture) -> None:
+    short = "step 4: dynamic sampling kept 1 of 3 groups in 1 rollouts; it dropped 2 groups"
+    for rounds, said in ((1, [short]), (2, [])):
+        sampler_of(Ranks(), rounds=rounds).sample(4)
+        assert [text.partition(" with equal")[0] for text in caplog.messages] == said
+        caplog.clear()
+
+
 def test_all_scored_groups_of_all_rounds_come_back_beside_those_to_train_on() -> None:
     """Those with equal rewards, as where an environment failed on all, and those beyond what a step trains on."""
     kept, scored, row = sampler_of(Ranks(), rounds=5, wanted=3).sample(4)
@@ -179,7 +187,7 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     sampler = sampler_of(Ranks(), wanted=1)
     *_, row = sampler.sample(4)
     dropped = "1 groups with equal rewards, mean reward 1, 100.0% of responses correct: all right, prompts too easy"
-    assert caplog.messages == [f"step 4: dynamic sampling kept no group in 1 rollouts: {dropped}"]
+    assert caplog.messages == [f"step 4: dynamic sampling kept 0 of 1 groups in 1 rollouts; it dropped {dropped}"]
     figures = {"rounds": 1, "kept_groups": 0, "surplus_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
     figures |= {"dropped_reward": 1, "dropped_accuracy": 1}
     assert {name.partition("/")[2]: row[name].value for name in row if name.startswith("sampling/")} == figures
@@ -187,7 +195,7 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"].value == 0
     sampler.empty_steps.check()
     for limit, ends in ((1, True), (2, False), (0, False)):
-        empty = EmptySteps(limit, is_main=False)
+        empty = EmptySteps(limit, 1, is_main=False)
         assert empty.look(1, 1, 0, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
         with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
             empty.check()

@@ -50,7 +50,7 @@ def test_a_good_configuration_has_no_problems() -> None:
         (["rollout.stop=[x]"], {"rollout.stop"}),
         (["rollout.speculation.drafter=suffix"], {"rollout.speculation.drafter"}),
         ([*TRAINED, "rollout.speculation.selector=fixed"], {"rollout.speculation.selector"}),
-        ([*TRAINED, "rollout.min_p=0.1"], {"rollout.min_p"}),
+        ([*TRAINED, "rollout.min_p=0.1", "eval.min_p=0.1"], {"rollout.min_p", "eval.min_p"}),
         (["rollout.tp=2"], {"rollout.tp"}),
         (["actor.router_replay=rollout"], {"actor.router_replay"}),
         (["rollout.trtllm.python=null"], {"rollout.trtllm.python"}),

@@ -29,6 +29,7 @@ BASE = {
 
 
 CARRY = "rollout.carry_over"
+GREEDY = ("eval.temperature=0", "eval.samples_per_prompt=2")
 DISTILL = ("algorithm.name=distill", "algorithm.teacher=t")
 
 
@@ -70,6 +71,9 @@ def test_a_good_configuration_has_no_problems():
     assert paths(f"{CARRY}=64", "algorithm.mask_off_policy=true", "algorithm.importance_cap=0") == set()
     assert paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu") == set()
     assert paths(*DISTILL, "rewards.functions=[]", "rollout.samples_per_prompt=1") == set()
+    assert paths("data.eval={tasks: [{name: chain_sum}]}") == set(), "its stream is another one with the same seed, too"
+    assert paths("optimizer.min_lr=1e-7", "optimizer.schedule=linear") == set()
+    assert paths(*GREEDY) == paths("data.eval={tasks: [{name: chain_sum}]}", GREEDY[0]) == set()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,7 @@ def test_a_good_configuration_has_no_problems():
         (["cluster.nodes=2", "cluster.ranks_per_node=2", "actor.tp=4"], "actor.tp"),
         (["rollout.max_running_requests=4000"], "rollout.max_running_requests"),
         (["rollout.top_k=513"], "rollout.top_k"),
+        (["eval.top_k=513"], "eval.top_k"),
         (["rollout.kv_cache_mib=1", "data.max_prompt_tokens=256", "model.max_context=600"], "rollout.kv_cache_mib"),
         (["train.prompts_per_step=66"], "train.prompts_per_step"),
         (["train.prompts_per_step=64", "algorithm.mini_batches=3"], "train.prompts_per_step"),
@@ -109,7 +114,8 @@ def test_a_good_configuration_has_no_problems():
         ([*DISTILL, "rewards.functions=[]", "data.eval={kind: jsonl, path: x}"], "rewards.functions"),
         (["algorithm.overlong_buffer=256"], "algorithm.overlong_buffer"),
         (["algorithm.importance_cap=0.5"], "algorithm.importance_cap"),
-        (["optimizer.min_lr=1"], "optimizer.min_lr"),
+        (["optimizer.min_lr=1", "optimizer.schedule=linear"], "optimizer.min_lr"),
+        (["optimizer.min_lr=1e-7"], "optimizer.min_lr"),
         (["stop.warning_s=10"], "stop.warning_s"),
         (["watchdog.hang_s=5"], "watchdog.hang_s"),
         (["stop.term_s=9.5"], "stop.term_s"),
@@ -119,7 +125,7 @@ def test_a_good_configuration_has_no_problems():
         (["data.train.kind=jsonl", "rewards.functions=[{name: math}]"], "data.train.path"),
         (["data.train={kind: jsonl, path: x}"], "rewards.functions.0.name"),
         (["data.eval={kind: jsonl, path: x}"], "rewards.functions.0.name"),
-        (["data.eval={tasks: [{name: chain_sum}]}"], "data.eval.seed"),
+        (["data.eval={tasks: [{name: chain_sum}]}", *GREEDY], "eval.samples_per_prompt"),
         (["data.train={kind: jsonl, path: x}", "data.eval={kind: jsonl, path: x}"], "data.eval.path"),
         (["data.train={kind: hf, path: x}", "data.eval={kind: hf, path: x, split: train}"], "data.eval.path"),
         (["data.train={kind: jsonl, path: x, split: a}"], "data.train.split"),
