@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs ranks in the current Slurm allocation (salloc), in the foreground; Ctrl-C twice ends them.
+# Runs ranks in the current Slurm allocation (salloc), in the foreground; Ctrl-C saves and ends them.
 #
 #     salloc -N 2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive
 #     launch/interactive.sh [-n RANKS] [--cmd COMMAND] CONFIG [key=value ...]

@@ -144,8 +144,8 @@ wait_for() {
 relay() { trap '' HUP INT QUIT TERM && exec tee --output-error=warn /dev/null 2>/dev/null; }
 
 # run_apart SIGNAL COMMAND...: runs a launcher to its end; sets rc, and closes the output. The launcher is a process group
-# of its own, so that signals of the terminal come to this script alone, which passes them on: SIGTERM, and SIGHUP when
-# the terminal is closed, as SIGNAL.
+# of its own, so that signals of the terminal come to this script alone, which passes them on: SIGTERM, Ctrl-C, and SIGHUP
+# when the terminal is closed, as SIGNAL; a second Ctrl-C as SIGHUP, which ends launcher and ranks.
 run_apart() {
     local name step relays=()
     if [ /dev/fd/1 -ef /dev/fd/2 ]; then # one relay keeps the order of lines
@@ -159,9 +159,12 @@ run_apart() {
     step=$!
     set +m
     # shellcheck disable=SC2064  # now: the names
-    for name in INT QUIT USR1 USR2; do trap "kill -$name $step 2>/dev/null || true" "$name"; done
+    for name in QUIT USR1 USR2; do trap "kill -$name $step 2>/dev/null || true" "$name"; done
     # shellcheck disable=SC2064
     trap "kill -$1 $step 2>/dev/null || true" HUP TERM
+    # shellcheck disable=SC2064
+    trap "trap 'kill -HUP $step 2>/dev/null || true' INT; kill -$1 $step 2>/dev/null || true
+        echo 'Ctrl-C: a training saves its last finished step and ends; once more ends it at once' >&2 || true" INT
     wait_for "$step"
     exec >&- 2>&-
     wait "${relays[@]}" || true # for the last lines

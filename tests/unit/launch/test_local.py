@@ -61,8 +61,7 @@ def test_a_full_disk_under_its_log_ends_no_run(tmp_path):
 
 
 LAUNCHER = """#!/bin/bash
-trap 'echo saving && echo saved >"$SAVED"; exit 75' TERM USR1
-trap 'exit 2' INT
+trap 'sleep "$SAVE_S" && echo saving && echo saved >"$SAVED"; exit 75' TERM USR1
 echo started
 for _ in {1..200}; do echo a step || exit 1; sleep 0.1; done
 """
@@ -82,11 +81,12 @@ def at_a_terminal(command, environment):
     [
         ("local.sh", "close", 75, True),
         ("local.sh", signal.SIGTERM, 75, True),
-        ("local.sh", signal.SIGINT, 2, False),
+        ("local.sh", signal.SIGINT, 75, True),
+        ("local.sh", "Ctrl-C twice", 129, False),
         ("interactive.sh", "close", 75, True),
     ],
 )
-def test_a_closed_terminal_ends_a_run_like_a_signal_to_save(tmp_path, script, how, code, saved):
+def test_a_closed_terminal_or_ctrl_c_ends_a_run_like_a_signal_to_save(tmp_path, script, how, code, saved):
     """The launcher prints all the time, also while it saves, and ends where it cannot print."""
     launcher = tmp_path / "srun"
     launcher.write_text(LAUNCHER)
@@ -94,12 +94,18 @@ def test_a_closed_terminal_ends_a_run_like_a_signal_to_save(tmp_path, script, ho
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
     job |= {"PYTHON": "/bin/true", "MPIEXEC": str(launcher), "SLURM_CPUS_ON_NODE": "2", "LOGS": str(tmp_path)}
     job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SAVED": str(tmp_path / "saved")}
+    job["SAVE_S"] = "5" if how == "Ctrl-C twice" else "0"
     process, terminal = at_a_terminal([str(ROOT / "launch" / script), "configs/quickstart.yaml"], job)
     try:
         while b"a step" not in os.read(terminal, 4096):
             pass
         if how == "close":
             os.close(terminal)
+        elif how == "Ctrl-C twice":
+            process.send_signal(signal.SIGINT)
+            while b"once more" not in os.read(terminal, 4096):
+                pass
+            process.send_signal(signal.SIGINT)
         else:
             process.send_signal(how)
         assert process.wait(timeout=20) == code
