@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         WeightBucket,
     )
 
-RankOutcome = Literal["done", "saved", "ended", "failed", "timeout"]
-"""How a rank ends; saved, ended: before the run's end, with and without a checkpoint."""
+RankOutcome = Literal["done", "saved", "ended", "interrupted", "failed", "timeout"]
+"""How a rank ends; saved, ended: before the run's end, with and without a checkpoint; interrupted: by Ctrl-C."""
 
 
 class RankMonitor(Protocol):

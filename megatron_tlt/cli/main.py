@@ -11,7 +11,7 @@ from megatron_tlt.cli.check import add_check
 from megatron_tlt.cli.doctor import add_doctor
 from megatron_tlt.cli.drafter import add_drafter
 from megatron_tlt.cli.evaluate import add_eval
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from megatron_tlt.cli.export import add_export
 from megatron_tlt.cli.generate import add_generate
 from megatron_tlt.cli.ranks import print_problems
@@ -41,7 +41,7 @@ _COMMANDS = (
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns its exit code: 0, 1 (failed) or 2 (arguments, configuration or input files are wrong).
 
-    A run that a signal ended after a checkpoint does not return: its ranks exit with 75.
+    It does not return where a signal ended a run after a checkpoint (its ranks exit with 75), and after Ctrl-C (130).
     """
     open_closed_streams()
     args = _parse(argv)
@@ -62,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         print(printable(f"megatron-tlt: {type(error).__name__}: {error}"), file=sys.stderr)
         note_exit(FAILED)
         return FAILED
+    except KeyboardInterrupt:
+        if detect_launch().rank in (0, None):
+            print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
+        note_exit(INTERRUPTED)
+        os._exit(INTERRUPTED)  # an interpreter that is torn down within an import of torch may crash
 
 
 def open_closed_streams() -> None:

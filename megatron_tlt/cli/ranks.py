@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK, SAVED
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK, SAVED
 from megatron_tlt.errors import ConfigError, DataError, DistributedError, RewardError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
@@ -74,6 +75,8 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         world.refuse(outcome, detail)
         world.leave_refused(code)
         return code
+    except KeyboardInterrupt as error:
+        _leave_interrupted(world, error)
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
@@ -82,6 +85,14 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         others = [rank for rank in range(world.size) if rank != world.rank]
         world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)
     return OK
+
+
+def _leave_interrupted(world: World, error: KeyboardInterrupt) -> NoReturn:
+    """Ends this rank after Ctrl-C; a line says where it was, and what of the error's says what is kept."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not break into this
+    note_exit(INTERRUPTED)
+    text = "; ".join([f"megatron-tlt: ended by Ctrl-C in {world.where}", *map(str, error.args)])
+    world.leave_interrupted(INTERRUPTED, printable(text))
 
 
 def run_job(job: Job) -> int:
@@ -116,14 +127,11 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 def failure_text(world: World, error: BaseException, behind: dict[int, str] | None) -> str:
     """Rank, phase, step and error; for a timeout also the ranks `behind`, for a programming error the traceback."""
-    where = f"rank {world.rank} failed in phase {world.phase_name}"
-    if world.step >= 0:
-        where += f", step {world.step}"
-    lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
+    lines = [f"megatron-tlt: rank {world.rank} failed in {world.where}: {type(error).__name__}: {error}"]
     if behind is not None:
         ranks = [f"rank {rank} (still in {phase})" for rank, phase in behind.items()]
         missing = "; ".join(ranks) or "none: every rank reached this phase"
         lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {missing}")
-    if not isinstance(error, TltError | KeyboardInterrupt) and not is_of_the_machine(error):
+    if not isinstance(error, TltError) and not is_of_the_machine(error):
         lines.append("".join(traceback.format_exception(error)))
     return printable("\n".join(lines))

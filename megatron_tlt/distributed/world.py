@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -54,6 +55,7 @@ _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
 _OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
+_TOGETHER_S = 1.0  # for Ctrl-C to reach the other ranks
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
@@ -140,17 +142,14 @@ class World:
         return self.rank == 0
 
     @property
-    def phase_name(self) -> str:
-        """The phase this rank is in, for messages."""
-        return self._phase.name
-
-    @property
-    def step(self) -> int:
-        """The step this rank is in, for messages; -1 before the first."""
-        return self._phase.step
+    def where(self) -> str:
+        """The phase and the step this rank is in, for messages."""
+        return _where(self._phase.name, self._phase.step)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Writes to the phase board what this rank does now. Microseconds; never waits for another rank."""
+        """Writes to the phase board what this rank does now, in step number `step` (from 1; None: as before).
+        Microseconds; never waits for another rank.
+        """
         self._phase.name, self._phase.order = phase, self._phase.order + 1
         if step is not None:
             self._phase.step = step
@@ -206,7 +205,7 @@ class World:
             return
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
         if self.rank == min(rank for rank in come if come[rank]):
-            _log.warning("waited %.0f s for rank %s in phase %s", waited, named, self.phase_name)
+            _log.warning("waited %.0f s for rank %s in %s", waited, named, self.where)
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
@@ -239,7 +238,7 @@ class World:
             for rank, text in enumerate(self._read_board("phase")):
                 order, step, phase = text.split("|", 2)
                 if int(order) < self._phase.order:
-                    behind[rank] = f"phase {phase}, step {step}"
+                    behind[rank] = _where(phase, int(step))
 
         return behind if _is_answered(read_phases) else {0: "an unknown phase, its store does not answer"}
 
@@ -261,6 +260,28 @@ class World:
         if aborts[-1] > 1:  # of two aborts at once mpiexec reports SIGKILL's 9
             time.sleep(_ABORT_S)
         self.comm.Abort(code)
+
+    def leave_interrupted(self, code: int, text: str) -> NoReturn:
+        """Ends this process after Ctrl-C, which every rank gets. The first one prints `text`.
+
+        They exit together, without a line of MPI's or the launcher's; one that waits inside a collective is aborted.
+        """
+        sys.stdout.flush()
+        stderr = os.dup(2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # of a rank 0 that has ended torch prints much
+        asked: list[int] = []
+        _is_answered(lambda: asked.append(self.store.add("interrupted", 1)))
+        if asked == [1]:
+            os.write(stderr, f"{text}\n".encode())
+        if self._phase.monitor is not None:
+            self._phase.monitor.close("interrupted", text)
+        until = time.monotonic() + _TOGETHER_S
+        with suppress(RuntimeError):  # rank 0 has ended, and its store: all were here
+            while asked and self.store.add("interrupted", 0) < self.size:
+                if time.monotonic() > until:
+                    self.comm.Abort(code)
+                time.sleep(0.02)
+        os._exit(code)
 
     def leave(self, code: int) -> NoReturn:
         """Orderly end of all ranks with a non-zero exit status. Collective; does not return.
@@ -331,6 +352,10 @@ class World:
             self._phase.monitor.close(*self._phase.outcome)
 
 
+def _where(phase: str, step: int) -> str:
+    return f"phase {phase}, step {step}" if step >= 0 else f"phase {phase}"
+
+
 def _exit_together(code: int) -> NoReturn:
     from mpi4py import MPI
 
@@ -345,10 +370,13 @@ def _start_mpi() -> MPI.Comm:
     import mpi4py  # here, because it initialises MPI at import: only a World may cause that
 
     mpi4py.rc.thread_level = "multiple"
+    # MPI_Init waits for all ranks and runs no handler of Python's: some ranks may have ended by Ctrl-C before it.
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "SLURM_STEP_ID" in os.environ and "PMI_FD" in os.environ:  # srun's pmi2 plugin is the PMI
         on_clean_heap(lambda: importlib.import_module("mpi4py.MPI"))
     from mpi4py import MPI
 
+    signal.signal(signal.SIGINT, at_interrupt)
     return MPI.COMM_WORLD.Dup()
 
 

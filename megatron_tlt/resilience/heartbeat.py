@@ -88,18 +88,22 @@ class Heartbeat:
         if not self._is_open:
             return
         atexit.unregister(self.close)
-        self._status = replace(self._status, outcome="failed" if outcome == "timeout" else outcome, detail=detail)
+        written = {"timeout": "failed", "interrupted": "ended"}.get(outcome, outcome)
+        self._status = replace(self._status, outcome=written, detail=detail)
         self._write()
         self._is_open = False
-        if outcome in ("failed", "timeout"):
+        if outcome in ("failed", "timeout", "interrupted"):
             self._end_job(outcome, detail, list(at_fault))
         for number in (STACK_SIGNAL, ALL_STACKS_SIGNAL):
             faulthandler.unregister(number)
         self._stacks.close()
 
     def _end_job(self, outcome: RankOutcome, detail: str, at_fault: list[int]) -> None:
-        self._sleep(_DEATH_S)
-        reason, ranks = ("hung", at_fault) if outcome == "timeout" else ("failed", [self._status.rank])
+        if outcome == "interrupted":  # at once: the launcher ends the other ranks with this one
+            reason, ranks = "ended", list[int]()
+        else:
+            self._sleep(_DEATH_S)
+            reason, ranks = ("hung", at_fault) if outcome == "timeout" else ("failed", [self._status.rank])
         end = JobEnd(self._status.start, reason, detail, ranks, time.time())
         with suppress(OSError):  # this process's own messages name the reason, too
             self._files.claim_end(end)

@@ -39,7 +39,7 @@ class RunStatus:
     rows: list[RankRow]
     """Worst first."""
     end: JobEnd | None
-    """Why the job ended, if a rank is at fault."""
+    """Why the job ended, if a rank is at fault, or Ctrl-C."""
     missing: list[int] = field(default_factory=list)
     """Ranks without a status file."""
     problems: list[str] = field(default_factory=list)
@@ -51,9 +51,10 @@ class RunStatus:
         found = {row.condition for row in self.rows}
         if not found:
             return "unknown"
-        reasons = found if self.end is None else {self.end.outcome}
+        if self.end is not None:
+            return _OF_RUN.get(self.end.outcome, "ended")
         for reason, condition in _OF_RUN.items():
-            if reason in reasons:
+            if reason in found:
                 return condition
         if found <= {"done", "saved", "ended"}:
             return "finished" if found == {"done"} else "saved" if "saved" in found else "ended"

@@ -42,6 +42,7 @@ class RankStatus:
     detail: str = ""
     phase: str = "start"
     step: int = -1
+    """The step under way, from 1; -1 before the first."""
     state: str = ""
     """Of an idle window: BUSY, IDLE, PRE_ROLLING or TRAINING; empty elsewhere."""
     phase_at: float = 0.0
@@ -66,7 +67,7 @@ class RankStatus:
     @property
     def where(self) -> str:
         """Phase and step, for messages."""
-        return f"phase {self.phase}, step {self.step}"
+        return f"phase {self.phase}, step {self.step}" if self.step >= 0 else f"phase {self.phase}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class JobEnd:
 
     start: str
     outcome: str
-    """killed, failed or hung."""
+    """killed, failed or hung; ended: by Ctrl-C, no rank is at fault."""
     text: str
     ranks: list[int] = field(default_factory=list)
     """The ranks at fault."""

@@ -155,6 +155,9 @@ class DrafterJob(Job):
             self.save()
             self._saved_at = time.monotonic()
 
+    def kept(self) -> str:
+        return f"responses, and the state of at most a minute ago, are in {self.state_dir}; the same command goes on"
+
     def save(self) -> None:
         """Rank 0's state. Raises CheckpointError where it cannot be written."""
         if not (self.world.is_main and (state := self.state_dict())):

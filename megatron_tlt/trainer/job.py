@@ -101,8 +101,15 @@ class Job(ABC):
     def run(self) -> bool:
         """Trains to the last step. Returns whether a signal ended the job before; what is done is then saved.
 
-        Raises ConfigError where the checkpoint to resume from is refused, and what the methods above raise.
+        Raises ConfigError where the checkpoint to resume from is refused, after Ctrl-C a KeyboardInterrupt with what is
+        `kept`, and what the methods above raise.
         """
+        try:
+            return self._run()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self.kept()) from None
+
+    def _run(self) -> bool:
         self._resume()
         try:
             if not self.begin():
@@ -150,12 +157,25 @@ class Job(ABC):
     def _leave(self, reason: GracefulExit) -> None:
         """Saves, and says where the next start goes on."""
         unsaved = self._keep()
-        # Another value begins anew, or at the checkpoint that it names, and the first save then removes later ones.
-        needs = "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+        needs = self._goes_on_with
         then = unsaved or f"saved after step {self.done}, the next start goes on there{needs}"
         self.note(f"{self.shutdown.reason()}: {reason}; {then}")
         ended = f"ended by a signal after step {self.done} of {self.num_steps}"
         self.world.ends_early(unsaved is None, f"{ended}; {unsaved or f'saved, the same command goes on{needs}'}")
+
+    def kept(self) -> str:
+        """What an end without a save leaves for the next start, for people. Not collective."""
+        newest = self.checkpoints.latest()
+        if newest is None:
+            return "no checkpoint yet, the same command begins again"
+        return f"last checkpoint: {newest.name}, the same command goes on there{self._goes_on_with}"
+
+    @property
+    def _goes_on_with(self) -> str:
+        """What a command needs to go on: another value begins anew, or at the checkpoint that it names, and its first
+        save removes later ones.
+        """
+        return "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
 
     def close(self) -> None:
         """Frees its parts; the checkpoints last, for from there on another job may use their directory."""

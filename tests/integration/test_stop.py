@@ -1,6 +1,7 @@
 """A signal in any phase: the step is finished or dropped, saved; the next start gets to the same weights."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -10,7 +11,7 @@ import torch
 
 from megatron_tlt.cli.main import main
 from tests.helpers.mpi import ROOT, launcher, rank_environment, ranks_of, run_one, run_ranks
-from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows, write_config
+from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows, steps_logged, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -112,21 +113,24 @@ def test_a_dropped_evaluation_is_made_up_for(ended):
     assert "nothing to do" in said
 
 
-def start(config, run_dir, *overrides):
+def start(config, run_dir, *overrides, **env):
     command = [*launcher(2), "-m", "megatron_tlt", "train"]
     command += [str(config), f"train.run_dir={run_dir}", "train.num_steps=500", "eval.every=0", *overrides]
     return subprocess.Popen(
-        command, env=rank_environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=rank_environment() | env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+
+
+def wait_for_steps(job, run_dir):
+    while job.poll() is None and steps_logged(run_dir) < 2:
+        time.sleep(0.05)
+    assert job.poll() is None, job.communicate()[0]
 
 
 def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path, capsys):
     folder, _, _ = ended
     job = start(folder / "tiny.yaml", tmp_path / "run")
-    metrics = tmp_path / "run/metrics.jsonl"
-    while job.poll() is None and not (metrics.exists() and len(rows(tmp_path / "run")) >= 2):
-        time.sleep(0.05)
-    assert job.poll() is None, job.communicate()[0]
+    wait_for_steps(job, tmp_path / "run")
     ranks_of(job)[-1].send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 75, output
@@ -137,3 +141,25 @@ def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path,
     shown = capsys.readouterr().out
     assert f"run: saved, step {steps};" in shown
     assert f"ended by a signal after step {steps} of 500; saved, the same command goes on" in shown
+
+
+@pytest.mark.parametrize(
+    ("every", "kept"),
+    [(0, "no checkpoint yet, the same command begins again"), (1, r"last checkpoint: step-\d+, the same command .*")],
+)
+def test_ctrl_c_ends_all_ranks_with_a_line_that_says_what_is_kept(ended, tmp_path, capsys, every, kept):
+    """mpiexec passes it on to the ranks, whose output ends on a terminal."""
+    folder, _, _ = ended
+    given = [f"checkpoint.every={every}", "checkpoint.asynchronous=false", "observe.progress=auto"]
+    job = start(folder / "tiny.yaml", tmp_path / "run", *given, MEGATRON_TLT_TERMINAL_COLUMNS="200")
+    wait_for_steps(job, tmp_path / "run")
+    job.send_signal(signal.SIGINT)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode in (130, 9), output  # 9: mpiexec saw first the rank that it had killed
+    assert len(re.findall(rf"megatron-tlt: ended by Ctrl-C in phase \w+, step \d+; {kept}\n", output)) == 1, output
+    assert output.count("megatron-tlt: ") == 1 and "Traceback" not in output and "MPI_Abort" not in output, output
+    assert main(["status", str(tmp_path / "run")]) == 0
+    assert re.search(r"run: ended, step \d+; 2 of 2 .*\nmegatron-tlt: ended by Ctrl-C in", capsys.readouterr().out)
+    if not every:
+        _, said = run_one("train", folder / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}", "train.num_steps=1")
+        assert "no checkpoint yet: begins at step 1, with the responses of the rollout cache\n" in said

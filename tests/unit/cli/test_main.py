@@ -1,6 +1,7 @@
 """What the command line makes of its arguments."""
 
 import io
+import os
 import subprocess
 import sys
 
@@ -121,3 +122,23 @@ def test_a_wrong_configuration_of_a_job_is_printed_though_rank_0_never_comes(tmp
     assert "no.yaml" in capsys.readouterr().err and (tmp_path / "exit").read_text() == "2\n"
     assert main(["train", "no.yaml"]) == 2
     assert capsys.readouterr().err == "", "another rank has printed it"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from megatron_tlt.cli.main import main
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+main(["train", "configs/quickstart.yaml"])
+"""
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "megatron-tlt: ended by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_in_an_import_is_one_line(rank, said):
+    """Of the first rank, and without tearing down an interpreter that has half of torch."""
+    command, environment = [sys.executable, "-c", INTERRUPTED], os.environ | {"PMI_SIZE": "2", "PMI_RANK": rank}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)

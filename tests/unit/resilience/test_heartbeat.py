@@ -77,8 +77,10 @@ def test_a_phase_has_a_limit_from_its_third_time_on_that_no_outlier_moves(tmp_pa
     [
         ("failed", None, "failed", [0], [0.5]),
         ("timeout", None, "hung", [1], [0.5, 60.0]),
+        ("interrupted", None, "ended", [], []),
         ("failed", JobEnd("a", "killed", "rank 1 was killed", [1]), "killed", [1], [0.5]),
         ("timeout", JobEnd("a", "killed", "rank 1 was killed", [1]), "killed", [1], [0.5]),
+        ("interrupted", JobEnd("a", "killed", "rank 1 was killed", [1]), "killed", [1], []),
     ],
 )
 def test_an_error_becomes_the_reason_unless_there_is_one(
@@ -93,7 +95,7 @@ def test_an_error_becomes_the_reason_unless_there_is_one(
     assert end is not None and (end.outcome, end.ranks) == (reason, ranks)
     assert end.text == ("it broke" if known is None else known.text)
     assert rank.slept == slept
-    written = ("failed", "it broke") if known is None else ("running", "")
+    written = (reason if reason == "ended" else "failed", "it broke") if known is None else ("running", "")
     assert (rank.written.outcome, rank.written.detail) == written, "files stay as they were when the job ended"
 
 

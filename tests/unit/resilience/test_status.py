@@ -113,6 +113,7 @@ def test_the_worst_of_all_conditions_comes_first(tmp_path):
         (["ended", "failed", "ended"], None, "crashed", 1),
         (["running"] * 3, replace(KILLED, outcome="hung"), "hung", 1),
         (["ended"] * 3, replace(KILLED, start="b"), "ended", 0),
+        (["ended", "running", "failed"], replace(KILLED, outcome="ended", ranks=[]), "ended", 0),
     ],
 )
 def test_what_became_of_a_run(tmp_path, capsys, outcomes, end, condition, code):

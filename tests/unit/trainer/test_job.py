@@ -31,6 +31,9 @@ class Kept:
     def save_now(self, step: int, state: Any) -> None:
         self.state = state()
 
+    def latest(self) -> Path | None:
+        return None if self.state is None else Path(f"step-{self.state['count']:06d}")
+
     def wait(self) -> None:
         self.is_waited_for = True
 
@@ -146,3 +149,22 @@ def test_an_error_of_every_rank_leaves_the_last_finished_step_saved(tmp_path, er
         job.run()
     assert kept.state == ({"count": 3} if good else None) and not job.finished
     assert kept.is_waited_for is not good, "a save under way would end with the process"
+
+
+@pytest.mark.parametrize(
+    ("at", "resume", "kept"),
+    [
+        (2, "auto", "no checkpoint yet, the same command begins again"),
+        (3, "auto", "last checkpoint: step-000002, the same command goes on there"),
+        (3, "never", "last checkpoint: step-000002, the same command goes on there with checkpoint.resume=auto"),
+    ],
+)
+def test_after_ctrl_c_the_error_says_what_is_kept(tmp_path, at, resume, kept):
+    class Interrupted(Counting):
+        def step(self) -> None:
+            if self.count + 1 == at:
+                raise KeyboardInterrupt
+            super().step()
+
+    with pytest.raises(KeyboardInterrupt, match=f"^{kept}$"):
+        Interrupted(tmp_path, Kept(), Signals(), resume=resume).run()
