@@ -13,7 +13,7 @@ from megatron_tlt.cli.check import add_check
 from megatron_tlt.cli.doctor import add_doctor
 from megatron_tlt.cli.drafter import add_drafter
 from megatron_tlt.cli.evaluate import add_eval
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from megatron_tlt.cli.export import add_export
 from megatron_tlt.cli.generate import add_generate
 from megatron_tlt.cli.ranks import print_problems
@@ -64,6 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough; the rest of the buffer must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
+    except KeyboardInterrupt:
+        if detect_launch().rank in (0, None):
+            print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
+        note_exit(INTERRUPTED)
+        os._exit(INTERRUPTED)  # an interpreter that is torn down within an import of torch may crash
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks would wait for this one for ever
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED
         report = partial(_report, error, code)

@@ -116,10 +116,7 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 def failure_text(world: World, error: BaseException, behind: dict[int, str] | None) -> str:
     """Rank, phase, step and error; for a timeout also the ranks `behind`, for a programming error the traceback."""
-    where = f"rank {world.rank} failed in phase {world.phase_name}"
-    if world.step >= 0:
-        where += f", step {world.step}"
-    lines = [f"megatron-tlt: {where}: {type(error).__name__}: {error}"]
+    lines = [f"megatron-tlt: rank {world.rank} failed in {world.where}: {type(error).__name__}: {error}"]
     if behind is not None:
         ranks = [f"rank {rank} (still in {phase})" for rank, phase in behind.items()]
         missing = "; ".join(ranks) or "none: every rank reached this phase"

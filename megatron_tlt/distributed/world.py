@@ -146,17 +146,14 @@ class World:
         return self.rank == 0
 
     @property
-    def phase_name(self) -> str:
-        """The phase this rank is in, for messages."""
-        return self._phase.name
-
-    @property
-    def step(self) -> int:
-        """The step this rank is in, for messages; -1 before the first."""
-        return self._phase.step
+    def where(self) -> str:
+        """The phase and the step this rank is in, for messages."""
+        return _where(self._phase.name, self._phase.step)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Writes to the phase board what this rank does now. Microseconds; never waits for another rank."""
+        """Writes to the phase board what this rank does now, in step number `step` (from 1; None: as before).
+        Microseconds; never waits for another rank.
+        """
         self._phase.name, self._phase.order = phase, self._phase.order + 1
         if step is not None:
             self._phase.step = step
@@ -212,7 +209,7 @@ class World:
             return
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
         if self.rank == min(rank for rank in come if come[rank]):
-            _log.warning("waited %.0f s for rank %s in phase %s", waited, named, self.phase_name)
+            _log.warning("waited %.0f s for rank %s in %s", waited, named, self.where)
 
     def barrier(self) -> None:
         """Waits for every rank (gloo or NCCL; sleeps, does not spin)."""
@@ -245,7 +242,7 @@ class World:
             for rank, text in enumerate(self._read_board("phase")):
                 order, step, phase = text.split("|", 2)
                 if int(order) < self._phase.order:
-                    behind[rank] = f"phase {phase}, step {step}"
+                    behind[rank] = _where(phase, int(step))
 
         return behind if _is_answered(read_phases) else {0: "an unknown phase, its store does not answer"}
 
@@ -335,6 +332,10 @@ class World:
     def _close_monitor(self) -> None:
         if self._phase.monitor is not None:
             self._phase.monitor.close(*self._phase.outcome)
+
+
+def _where(phase: str, step: int) -> str:
+    return f"phase {phase}, step {step}" if step >= 0 else f"phase {phase}"
 
 
 def _is_answered(ask_store: Callable[[], object]) -> bool:

@@ -54,7 +54,7 @@ def setup_logging(rank: int, size: int, stream: TextIO | None = None) -> None:
 
 
 def enter_phase(name: str, step: int | None = None) -> None:
-    """Sets the phase and step of the lines from now on."""
+    """Sets the phase and step (from 1) of the lines from now on."""
     _formatter.phase, _formatter.step = name, step
 
 

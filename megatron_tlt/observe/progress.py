@@ -63,6 +63,14 @@ class _WorkClock:
     done: int
 
 
+class _Terminal(Console):
+    """A console that never hides the cursor: a rank that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Does nothing."""
+        return False
+
+
 class ProgressDisplay:
     """A line a step, others by `note`; under them on a terminal a live line, elsewhere one every half minute."""
 
@@ -79,7 +87,7 @@ class ProgressDisplay:
             self._live.start()
 
     def phase(self, name: str, step: int) -> None:
-        """The run enters phase `name`, with `step` steps done."""
+        """The run enters phase `name` of step number `step` (from 1)."""
         self._phase, self._step, self._phase_start = name, step, time.monotonic()
         self._redraw(self._now())
 
@@ -141,7 +149,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def _now(self) -> str:
-        return f"step {min(self._step + 1, self._num_steps)}/{self._num_steps} {self._phase}"
+        return f"step {self._step}/{self._num_steps} {self._phase}"
 
     def _show(self, text: str) -> None:
         """Shows `text` live, or where there is no live line as a line of its own every half minute."""
@@ -166,5 +174,5 @@ def build_progress(mode: Mode, num_steps: int, rank: int, stream: TextIO | None 
     columns = os.environ.get(TERMINAL_VARIABLE, "")
     width = int(columns) or None if columns.isdigit() else None  # None: as wide as the terminal
     is_live = mode == "rich" or (mode == "auto" and (columns.isdigit() or stream.isatty()))
-    console = Console(file=stream, force_terminal=is_live, width=width, highlight=False, markup=False, emoji=False)
+    console = _Terminal(file=stream, force_terminal=is_live, width=width, highlight=False, markup=False, emoji=False)
     return ProgressDisplay(num_steps, console)

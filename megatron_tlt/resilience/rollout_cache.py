@@ -211,6 +211,11 @@ class RolloutCache:
         self._world.barrier()
         self._old_steps = set().union(*self._world.all_gather_object(set(self._steps())))
 
+    @property
+    def has_old_steps(self) -> bool:
+        """Whether earlier starts have left responses, which this one may use."""
+        return bool(self._old_steps)
+
     def fingerprint(self, weights: Weights) -> Weights:
         """Yields a weight sync's weights unchanged; their checksum becomes part of the key."""
         return self._weights.watch(weights) if self._keeps else weights

@@ -1,4 +1,4 @@
-"""Noting SIGUSR1 and SIGTERM in a rank. Torch-free."""
+"""Noting SIGUSR1, SIGTERM and Ctrl-C in a rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from megatron_tlt.config.run import ShutdownSection
 
-WARNING, TERM = int(signal.SIGUSR1), int(signal.SIGTERM)
+WARNING, TERM, INTERRUPT = int(signal.SIGUSR1), int(signal.SIGTERM), int(signal.SIGINT)
 ECHO_S = 5.0  # closer signals count once: on preemption Slurm sends SIGTERM twice and SIGUSR1 (measured)
 
 
 class StopSignals:
-    """Notes SIGUSR1 and SIGTERM in a thread of its own, so also while the main thread is inside a collective.
+    """Notes SIGUSR1, SIGTERM and SIGINT (Ctrl-C) in a thread of its own, so also while the main thread is in a collective.
 
     `count` is how many came (echoes left out); `first_at` has the seconds of the first of each kind, by number.
     """
@@ -35,7 +35,7 @@ class StopSignals:
         read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (WARNING, TERM):
+        for number in (WARNING, TERM, INTERRUPT):
             signal.signal(number, _noted_by_thread)
         threading.Thread(target=self._note_all, args=(read,), name="signals", daemon=True).start()
         return self
@@ -48,7 +48,7 @@ class StopSignals:
 
     def note(self, number: int) -> None:
         """Records a signal. The third one ends the process."""
-        if number not in (WARNING, TERM):
+        if number not in (WARNING, TERM, INTERRUPT):
             return  # another handler's
         now = self._clock()
         self.first_at = {number: now} | self.first_at  # a new one: another thread may be reading it
@@ -62,7 +62,7 @@ class StopSignals:
 
     def deadline(self, section: ShutdownSection) -> float | None:
         """When every rank must have exited, by this rank's clock; None before any signal."""
-        seconds = {WARNING: section.warning_s, TERM: section.term_s}
+        seconds = {WARNING: section.warning_s, TERM: section.term_s, INTERRUPT: section.term_s}
         return min((at + seconds[number] for number, at in self.first_at.items()), default=None)
 
     def _note_all(self, read: int) -> NoReturn:

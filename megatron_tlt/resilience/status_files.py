@@ -43,6 +43,7 @@ class RankStatus:
     detail: str = ""
     phase: str = "start"
     step: int = -1
+    """The step under way, from 1; -1 before the first."""
     state: str = ""
     """Of an idle window: BUSY, IDLE, PRE_ROLLING or TRAINING; empty elsewhere."""
     phase_at: float = 0.0
@@ -67,7 +68,7 @@ class RankStatus:
     @property
     def where(self) -> str:
         """Phase and step, for messages."""
-        return f"phase {self.phase}, step {self.step}"
+        return f"phase {self.phase}, step {self.step}" if self.step >= 0 else f"phase {self.phase}"
 
 
 @dataclass(frozen=True)

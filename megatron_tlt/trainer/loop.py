@@ -51,6 +51,12 @@ class RLTrainer(Job):
         self.num_steps = self.config.train.num_steps
         self.checkpoints, self.shutdown = self.recovery.checkpoints, self.recovery.shutdown
 
+    def run(self) -> bool:
+        try:
+            return super().run()
+        finally:
+            self.metrics.close_display()  # an error's text must not stand behind the live line
+
     def begin(self) -> bool:
         """The first weight sync and evaluation; see `Job.begin`."""
         self.metrics.start()
@@ -60,6 +66,8 @@ class RLTrainer(Job):
                 f"train.num_steps = {self.num_steps} (another train.run_dir starts a new run)"
             )
             return False
+        if not self.done and self.recovery.rollout_cache.has_old_steps:
+            self.note("no checkpoint yet: begins at step 1, with the responses of the rollout cache")
         self._collect_hidden_states()
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._sync_weights()

@@ -148,7 +148,7 @@ class SftTrainer(Job):
         """A signal before the update drops it; after that the step is finished."""
         sft, step = self.config.sft, self.done + 1
         assert self.progress is not None, "see `begin`"
-        self.progress.work("sft: steps", self.done, sft.num_steps)
+        self.progress.work("sft: steps done", self.done, sft.num_steps)
         sequences = next(self._steps)
         self.world.enter("update", step)
         self.shutdown.sync("update")

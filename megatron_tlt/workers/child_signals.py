@@ -1,7 +1,7 @@
-"""Keeping SIGUSR1 and SIGTERM from the processes that ranks start. Torch-free.
+"""Keeping SIGUSR1, SIGTERM and Ctrl-C from the processes that ranks start. Torch-free.
 
 Slurm sends a step's signals to every process in it (measured: a reward worker dies of a SIGUSR1 that was meant for its
-rank), so children are started with these signals blocked.
+rank), a terminal Ctrl-C to a process group, so children are started with these signals blocked.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-_NUMBERS = (signal.SIGUSR1, signal.SIGTERM)
+_NUMBERS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes started inside do not get the two signals, from their first instruction on.
+    """Processes started inside do not get the signals, from their first instruction on.
 
     They inherit the mask; `unblock_signals` in the child ends it. This process loses no signal: another thread, or
     this one afterwards, gets what comes meanwhile.
@@ -31,7 +31,7 @@ def signals_blocked() -> Iterator[None]:
 
 
 def unblock_signals() -> None:
-    """In a child: both signals do nothing here from now on, and processes that it starts get them as usual."""
+    """In a child: the signals do nothing here from now on, and processes that it starts get them as usual."""
     for number in _NUMBERS:
         signal.signal(number, _do_nothing)  # not SIG_IGN, which a program started later would inherit
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import context
+from multiprocessing import context, resource_tracker
 from pathlib import Path
 from types import ModuleType
 
@@ -38,6 +38,7 @@ class WorkerProcess(context.SpawnProcess):
 
     def start(self) -> None:
         """Starts the process; signals to the rank are blocked until `set_up` handles them."""
+        resource_tracker.ensure_running()  # not below: its start unblocks SIGTERM and SIGINT
         with _main_module:
             main = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")

@@ -34,7 +34,7 @@ def test_closed_streams_are_as_dev_null() -> None:
 
 
 def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
-    world: Any = SimpleNamespace(rank=1, phase_name="log", step=3)
+    world: Any = SimpleNamespace(rank=1, where="phase log, step 3")
     file = StepFile(tmp_path / "rows.jsonl")
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, file.fileno())

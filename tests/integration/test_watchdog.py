@@ -30,6 +30,11 @@ def train(config, run_dir, *overrides):
     return run_ranks(2, ["-m", "megatron_tlt"], *arguments).stdout
 
 
+def shown(phase, steps_done):
+    """The phase with its step, from 1: the step is counted before the phases that follow its last change."""
+    return f"phase {phase}, step {steps_done + (phase not in ('log', 'checkpoint', 'eval'))}"
+
+
 def fault_in(*where):
     """A fault of the worker: rank, phase, steps done, kind."""
     return json.dumps({"phase": where})
@@ -85,11 +90,11 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
         found = [line for line in done.stdout.splitlines() if " (host " in line and "last sign of life" in line]
         assert len(found) == 1, (fault, done.stdout[-3000:])
         assert found[0].startswith(f"megatron-tlt: rank {rank} (host "), (fault, found)
-        assert f", in phase {phase}, step {step}; last sign of life" in found[0], (fault, found)
+        assert f", in {shown(phase, step)}; last sign of life" in found[0], (fault, found)
         seen = json.loads(status(run_dir, "--json").stdout)
         worst = seen["ranks"][0]
         assert (seen["condition"], worst["rank"], worst["condition"]) == ("crashed", rank, "killed"), seen
-        assert (worst["phase"], worst["step"]) == (phase, step)
+        assert f"phase {worst['phase']}, step {worst['step']}" == shown(phase, step)
     assert "resumed after step" in train(config, run_dir)
     assert_same_checkpoint(whole / "run" / LAST, run_dir / LAST)
     assert [row["step"] for row in rows(run_dir)] == list(range(1, STEPS + 1))
@@ -118,7 +123,7 @@ def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, p
     assert time.monotonic() - started < 20 + 60 + 120, "within a minute after the timeout, and the steps before it"
     end = json.loads(status(run_dir, "--json").stdout)["end"]
     is_timeout = "the job hangs: " not in done.stdout
-    where = f"phase {phase}, step 1"
+    where = shown(phase, 1)
     if is_timeout:
         assert f"rank {rank} (still in {where})" in done.stdout or "not arrived: none" in done.stdout, done.stdout
         assert "all ranks write their stacks to" in done.stdout

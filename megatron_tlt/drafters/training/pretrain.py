@@ -178,7 +178,7 @@ class DrafterPretraining:
         """One optimizer step, and a measurement where it is due, which becomes `result`. Collective."""
         assert self._trainer is not None, "see `begin`"
         num_steps, step = self._section.num_steps, self.steps_done + 1
-        self._progress.work("drafter: steps", step - 1, num_steps)
+        self._progress.work("drafter: steps done", step - 1, num_steps)
         started = time.perf_counter()
         metrics = self._trainer.step(collate(next(self._groups_left), self._world.device))
         self._seconds += time.perf_counter() - started

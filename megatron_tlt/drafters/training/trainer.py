@@ -134,7 +134,7 @@ class DrafterTrainer:
         size = float(norm)
         if not math.isfinite(size):
             self.state.free_gradients()
-            raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps}")
+            raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps + 1}")
         limit = _CLIP / self.model.averaged_positions
         rate = lr_factor * self.rate.at(self.trained_steps)
         self.state.step(rate, torch.clamp(limit / (norm + _NORM_EPS), max=1.0))

@@ -1,6 +1,7 @@
 """What the command line makes of its arguments."""
 
 import io
+import os
 import subprocess
 import sys
 
@@ -116,3 +117,23 @@ def test_those_who_look_at_runs_name_what_is_wrong(tmp_path, capsys, arguments, 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     assert main([text.replace("RUN", str(tmp_path)) for text in arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import os, signal, sys
+from megatron_tlt.cli.main import main
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+main(["eval", "configs/quickstart.yaml"])
+"""
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "megatron-tlt: ended by Ctrl-C\n"), ("1", "")])
+def test_ctrl_c_in_an_import_is_one_line(rank, said):
+    """Of the first rank, and without tearing down an interpreter that has half of torch."""
+    command, environment = [sys.executable, "-c", INTERRUPTED], os.environ | {"PMI_SIZE": "2", "PMI_RANK": rank}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)

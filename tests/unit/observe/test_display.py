@@ -51,7 +51,7 @@ def shown(mode, rank=0):
     """What a display of a mode writes into something that is no terminal."""
     stream = io.StringIO()
     display = build_progress(mode, 20, rank, stream)
-    display.phase("rollout", 2)
+    display.phase("rollout", 3)
     display._drawn = 0.0
     display.rollout(5, 1, 1000)
     display.step_done(3, METRICS)
@@ -62,11 +62,11 @@ def shown(mode, rank=0):
 def test_work_of_known_size_says_what_is_done_and_how_long_the_rest_takes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("megatron_tlt.observe.progress.time.monotonic", lambda: now[0])
-    for mode, wanted in (("plain", "sft: steps 5/20, 10 a minute, about 1.5 minutes left\n"), ("none", "")):
+    for mode, wanted in (("plain", "sft: steps done 5/20, 10 a minute, about 1.5 minutes left\n"), ("none", "")):
         stream = io.StringIO()
         display = build_progress(mode, 20, 0, stream)
         for done in range(6):  # a step takes 6 seconds: a line after half a minute
-            display.work("sft: steps", done, 20)
+            display.work("sft: steps done", done, 20)
             now[0] += 6
         display.close()
         assert stream.getvalue() == wanted
@@ -90,6 +90,7 @@ def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
     assert shown("auto", rank=1) == shown("none") == ""
     live = shown("rich")
     assert STEP_3 in live and "step 3/20 rollout: 5 running, 1 waiting, 1000 tokens" in live
+    assert "\x1b[?25" not in live, "a rank that is killed could not show the cursor again"
     monkeypatch.setenv(TERMINAL_VARIABLE, "90")
     assert "5 running" in shown("auto") and shown("plain") == STEP_3
 

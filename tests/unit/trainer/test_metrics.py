@@ -152,3 +152,22 @@ def test_the_last_tables_show_a_run_directory_as_it_is(
         metrics.start()
         metrics.finish(None)
     assert "[/b][red]:smile:/metrics.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("steps_done", "step"), [(0, 1), (2, 3), (4, 4)])
+def test_phases_are_of_the_step_under_way_from_1(tmp_path: Path, steps_done: int, step: int) -> None:
+    """Before the first step of a start: of that one, if it is not past the last. After it: still of that one."""
+    entered: list[int] = []
+    with closing(metrics_of(tmp_path, steps_done=steps_done, train={"run_dir": str(tmp_path), "num_steps": 4})) as m:
+        setattr(m.world, "enter", lambda _, step: entered.append(step))  # noqa: B010  of a frozen class to mypy
+        m.start()
+        with m.phase("eval"):
+            pass
+        if steps_done < 4:
+            m.begin_step()
+            m.state.step += 1
+        with m.phase("checkpoint"):
+            pass
+    assert entered == [step, step]
+    spans = [event["step"] for event in read_events(tmp_path, 0) if event["kind"] == "span"]
+    assert spans == [steps_done, min(steps_done + 1, 4)], "events count steps done"

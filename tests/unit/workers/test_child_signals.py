@@ -1,4 +1,4 @@
-"""SIGUSR1 and SIGTERM are kept from children from their first instruction on."""
+"""SIGUSR1, SIGTERM and Ctrl-C are kept from children from their first instruction on."""
 
 import signal
 import subprocess
@@ -47,10 +47,10 @@ def test_a_child_outlives_the_signals_and_an_unblocked_ones_children_get_them(pr
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with signals_blocked():
         child = subprocess.Popen([sys.executable, "-c", program, how], **pipes)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         child.send_signal(number)  # before its first instruction
     assert child.stdout.readline() == "ready\n"
-    for number in (signal.SIGUSR1, signal.SIGTERM):
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         child.send_signal(number)
     assert child.communicate("go\n", timeout=60)[0] == f"{end}\n"
     assert child.returncode == 0

@@ -1,7 +1,10 @@
-"""What workers take."""
+"""How workers start, and what they take."""
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 LOADED = """
 from megatron_tlt.workers.process import end_if_full, limit_memory, note_loaded
@@ -22,3 +25,21 @@ end_if_full("DefaultCPUAllocator: can't allocate memory. Error code 12 (Cannot a
 def test_what_was_loaded_ends_no_worker_and_what_stayed_taken_does() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("lives\nlives\n", 12)
+
+
+FIRST = """
+import multiprocessing, signal
+from megatron_tlt.workers.process import WorkerProcess
+
+if __name__ == "__main__":
+    process = WorkerProcess(target=signal.pthread_sigmask, args=(signal.SIG_BLOCK, ()))
+    process.start()  # the resource tracker starts with it, which unblocks what is blocked
+    print(open(f"/proc/{process.pid}/status").read().partition("SigBlk:")[2].split()[0])
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_the_first_worker_too_starts_with_signals_blocked(number) -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    assert int(done.stdout, 16) & (1 << number - 1)
