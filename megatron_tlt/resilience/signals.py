@@ -18,7 +18,7 @@ ECHO_S = 5.0  # closer signals count once: on preemption Slurm sends SIGTERM twi
 
 
 class StopSignals:
-    """Notes SIGUSR1, SIGTERM and SIGINT (Ctrl-C) in a thread of its own, so also while the main thread is in a collective.
+    """Notes SIGUSR1, SIGTERM and SIGINT (Ctrl-C) in its own thread, also while the main thread is in a collective.
 
     `count` is how many came (echoes left out); `first_at` has the seconds of the first of each kind, by number.
     """
