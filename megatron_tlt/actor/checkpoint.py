@@ -249,7 +249,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
         source.check(config)
         if source.manifest() and (damage := files.damage_of(directory, world.rank, world.size)):
             raise CheckpointError(damage)
-    with cpu_as_cuda():
+    with cpu_as_cuda(), _no_pickles(directory):
         keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
         wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
         left = (_EXTRA_STATE, *FACTORS)  # adapters come later

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning
+from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
@@ -17,7 +18,7 @@ from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.files import model_warnings
+from megatron_tlt.models.hf.files import config_warnings, model_warnings
 from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings, unread_tools
@@ -30,10 +31,22 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
 
     `device`: of this machine's ranks; None if that is not known.
     """
-    found = model_warnings(config.model.path) if config.model.megatron_path is None else []
+    found = _of_model(config.model)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
+
+
+def _of_model(model: ModelSection) -> list[str]:
+    """What is left out, or cannot be compared, of the files that a run starts from."""
+    if model.megatron_path is None:
+        return model_warnings(model.path)
+    found, file = [], Path(model.path) / "config.json"
+    if Path(model.megatron_path).exists():
+        from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
+
+        found = TorchDistReader(model.megatron_path).warnings()
+    return config_warnings(file) + found
 
 
 def _slow_update(actor: ActorSection, device: Device | None) -> str | None:

@@ -57,8 +57,7 @@ class HfConversion:
         """
         source = megatron if isinstance(megatron, AdaptedReader) else TorchDistReader(megatron)
         given = source.directory if isinstance(megatron, AdaptedReader) else Path(megatron)
-        file = config_beside(given, source.directory) if config is None else Path(config)
-        file = file if file.suffix == ".json" else file / "config.json"
+        file = config_beside(given, source.directory) if config is None else config_file(config)
         model = ModelConfig.from_hf(file)
         source.check(model)
         if verify and source.manifest() and (damage := damage_of(source.directory, part, parts)):
@@ -106,6 +105,12 @@ class HfConversion:
                             file.write(name, tensor)
         if ranks.is_main:
             _write_small_files(self, scratch)
+
+
+def config_file(config: str | Path) -> Path:
+    """The config.json that is named itself, or by its directory."""
+    path = Path(config)
+    return path if path.suffix == ".json" else path / "config.json"
 
 
 def config_beside(given: Path, shards: Path) -> Path:

@@ -141,6 +141,8 @@ def test_what_is_no_distributed_checkpoint_is_refused(tmp_path, mg):
     not_read(tmp_path / "old", "old format (mp_rank_*)", "torch_dist")
     (mg / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     not_read(mg, "'zarr'", "only 'torch_dist'")
+    (mg / "release" / "metadata.json").unlink()
+    not_read(mg, "torch_dcp or fsdp_dtensor; only torch_dist is read: save again with --ckpt-format torch_dist")
 
 
 class _Evil:
@@ -153,6 +155,44 @@ def test_metadata_runs_no_code(mg):
     not_read(mg, "is not allowed in a checkpoint's metadata")
     (mg / "release" / ".metadata").write_bytes(b"rubbish")
     not_read(mg, ".metadata cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, None),
+        ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05, not 1e-06"),
+        ({"rotary_base": 500000}, "rotary_base is 500000, not 10000"),
+        ({"rope_scaling_factor": 8.0}, None),  # of no scaling: Megatron-LM's default
+        ({"use_rope_scaling": True}, "use_rope_scaling is True, not False"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5, not 1.0"),
+        ({"rotary_interleaved": True}, "rotary_interleaved is True, not False"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True, not False"),
+        ({"add_bias_linear": True}, "add_bias_linear is True, not False"),
+        ({"num_query_groups": 1, "group_query_attention": False}, "num_query_groups is 6, not 2"),
+        ({"vocab_size": 130, "padded_vocab_size": 256}, None),
+        ({"vocab_size": 200, "padded_vocab_size": 256}, "vocab_size is 200, above 131: rows of tokens would be lost"),
+    ],
+)
+def test_arguments_of_another_model_are_refused(source, tmp_path, more, words):
+    """Two of the checkpoint's arguments are instances of classes that are not known here: of nothing its code runs."""
+    hf, model, mg = source
+    own = vars(torch.load(mg / "release" / "common.pt", weights_only=False)["args"])
+    arguments = own | {"attention_backend": signal.SIGTERM, "spoiled": _Evil()} | more
+    save_foreign(tmp_path / "mg", naive_megatron(model, 256), iteration=7, arguments=arguments)
+    if words is not None:
+        not_read(tmp_path / "mg", f"arguments in common.pt: {words}", config=hf)
+    else:
+        assert not HfConversion.plan(tmp_path / "mg", None, config=hf).source.warnings()
+
+
+@pytest.mark.parametrize("content", [None, b"rubbish", pickle.dumps({"args": 3})], ids=["none", "rubbish", "other"])
+def test_arguments_that_cannot_be_read_are_a_warning(source, tmp_path, content):
+    save_foreign(tmp_path / "mg", naive_megatron(source[1], 131))
+    if content is not None:
+        (tmp_path / "mg" / "common.pt").write_bytes(content)
+    (warning,) = HfConversion.plan(tmp_path / "mg", None, config=source[0]).source.warnings()
+    assert "common.pt has no arguments" in warning and "epsilon and kind of norms were not compared" in warning
 
 
 # ---- output
