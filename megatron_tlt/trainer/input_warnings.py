@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning
-from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
@@ -31,22 +30,21 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
 
     `device`: of this machine's ranks; None if that is not known.
     """
-    found = _of_model(config.model)
+    found = _of_model(config)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 
 
-def _of_model(model: ModelSection) -> list[str]:
+def _of_model(config: TrainingConfig) -> list[str]:
     """What is left out, or cannot be compared, of the files that a run starts from."""
-    if model.megatron_path is None:
-        return model_warnings(model.path)
-    found, file = [], Path(model.path) / "config.json"
-    if Path(model.megatron_path).exists():
-        from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
+    path, start = config.model.path, config.model.megatron_path
+    found = model_warnings(path) if config.reads_weights else config_warnings(Path(path) / "config.json")
+    if start is None or not Path(start).exists():
+        return found
+    from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
 
-        found = TorchDistReader(model.megatron_path).warnings()
-    return config_warnings(file) + found
+    return found + TorchDistReader(start).warnings()
 
 
 def _slow_update(actor: ActorSection, device: Device | None) -> str | None:

@@ -25,6 +25,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import (
+    _problems_of_large_files,
     check_on,
     check_report,
     input_problems,
@@ -335,6 +336,9 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
     assert "not on this machine: model.megatron_path" in check_report(
         starting_from(tmp_path, megatron_path="not/here"), 1, elsewhere=True
     )
+    served = config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "trtllm"})})
+    found = _problems_of_large_files(served, "cuda")
+    assert [p.path for p in found] == ["model.path"] and "names files that are missing" in str(found[0])
     save_hf(tmp_path / "qwen2", other, random_weights(other))
     save_letters(tmp_path / "qwen2")
     wrong = starting_from(tmp_path, path=str(tmp_path / "qwen2"), megatron_path=str(mg))
