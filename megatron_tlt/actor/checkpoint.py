@@ -54,7 +54,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 _EXTRA_STATE = "_extra_state"
 # Without torch's own text, which recommends to try again without the protection.
 _REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
-_ARCHIVE = ("basic_ios", "PytorchStreamWriter")  # words of torch's archive writer in a RuntimeError: a write failed
+# Words of torch's archive writer in a RuntimeError: a write failed.
+_ARCHIVE = ("basic_ios", "PytorchStreamWriter", "inline_container")
 _SMALL_FILES = 1 << 16  # bytes: common.pt takes less
 _POLL_S = 0.2  # between two looks at the other ranks' writers
 _WAITS = 3  # times of a collective after which a writer hangs; `watchdog.hang_s` has the same

@@ -24,6 +24,7 @@ from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import TensorFile, split_into_files, weight_file_name, write_index
+from megatron_tlt.observe.files import naming
 
 COMMAND = "convert_megatron_to_hf"
 
@@ -99,7 +100,8 @@ class HfConversion:
                 seen = f"rank {ranks.rank} does not see {scratch.parent}"
                 raise CheckpointError(f"{seen}: write to a directory that all nodes share, or on one node")
             for number in range(ranks.rank, len(self.files), ranks.size):
-                with TensorFile(scratch / self.name(number), self.config, self.names[number], self.dtype) as file:
+                path = scratch / self.name(number)
+                with naming(path), TensorFile(path, self.config, self.names[number], self.dtype) as file:
                     for slot in self.files[number]:
                         for name, tensor in zip(slot.hf_names, self.source.read(self.config, slot), strict=True):
                             file.write(name, tensor)

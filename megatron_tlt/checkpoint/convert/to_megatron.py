@@ -41,7 +41,7 @@ from megatron_tlt.checkpoint.convert.hf_dir import (
 )
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.observe.files import sync
+from megatron_tlt.observe.files import naming, sync
 
 COMMAND = "convert_hf_to_megatron"
 RELEASE = "release"
@@ -93,7 +93,7 @@ class MegatronConversion:
 def _write_shard(todo: MegatronConversion, file: Path, ranks: Ranks) -> list[WriteResult]:
     """Writes this rank's share of the parameters, each as one chunk."""
     results = []
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         for slot in slots(todo.source.config, 1)[ranks.rank :: ranks.size]:
             stored = todo.stored(slot)
             whole = shard(todo.source.config, slot, todo.source.read_slot(slot), 0, 1)
@@ -122,9 +122,19 @@ def shard_name(rank: int) -> str:
 
 def _save(value: Any, index: dcp.MetadataIndex, stream: IO[bytes], name: str) -> WriteResult:
     start = stream.tell()
-    torch.save(value, stream)
+    _torch_save(value, stream)
     length = stream.tell() - start
     return WriteResult(index, length, _StorageInfo(name, start, length))
+
+
+def _torch_save(value: Any, stream: IO[bytes]) -> None:
+    """Raises OSError; torch's archive, which cannot be closed after one, hides it behind a RuntimeError."""
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _extra_state_keys(config: ModelConfig) -> list[str]:
@@ -170,7 +180,8 @@ def _write_small_files(todo: MegatronConversion, scratch: Path, shards: dict[str
         "iteration": 0,
         "content_metadata": {"format": "torch_dist"},
     }
-    torch.save(common, inner / COMMON)
+    with naming(inner / COMMON), (inner / COMMON).open("wb") as stream:
+        _torch_save(common, stream)
     manifest = Manifest(
         step=0,
         policy_version=0,

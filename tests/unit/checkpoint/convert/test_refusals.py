@@ -23,6 +23,7 @@ from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, ConfigError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
+from tests.helpers.disk import files_of_at_most
 from tests.helpers.mpi import ROOT, fork_command, rank_environment
 
 
@@ -207,6 +208,14 @@ def test_an_output_that_does_not_fit_is_refused(source, tmp_path, monkeypatch):
             patch.setattr(atomic.shutil, "disk_usage", lambda path, usage=usage: usage)
             with pytest.raises(CheckpointError, match=r"needs .* but only .* are free"):
                 todo.write(tmp_path / "out", SingleProcess())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "model.safetensors"])
+def test_a_disk_that_is_full_behind_the_check_is_named(source, tmp_path, file):
+    there, back = MegatronConversion.plan(source[0], None), HfConversion.plan(source[2], None)
+    with files_of_at_most(20_000), pytest.raises(CheckpointError, match=rf"File too large: '.*/{file}'$"):
+        (there if file == "__0_0.distcp" else back).write(tmp_path / "out", SingleProcess())
     assert list(tmp_path.iterdir()) == []
 
 
