@@ -48,7 +48,7 @@ def read_arguments(directory: Path) -> dict[str, Any] | None:
     file = directory / COMMON
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # not what megatron has registered
-        classes = [(Namespace if name == "argparse.Namespace" else _Unread, name) for name in unknown]
+        classes: list[Any] = [(Namespace if name == "argparse.Namespace" else _Unread, name) for name in unknown]
         with torch.serialization.safe_globals(classes):  # its end removes them
             return vars(torch.load(file, map_location="cpu", weights_only=True)["args"])
     except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, RuntimeError,
