@@ -84,6 +84,12 @@ def check_output(args: argparse.Namespace, command: str, sources: Iterable[Path]
         raise ConfigError.of("--out", str(args.out), problem)
 
 
+def print_warnings(texts: Iterable[str]) -> None:
+    """Prints what is left out of the input, or cannot be compared."""
+    for text in texts:
+        print(printable(f"warning: {text}"))
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 

@@ -3,7 +3,8 @@
     python tools/convert_hf_to_megatron.py --hf assets/demo-policy --out my-megatron
     mpiexec -n 4 python -m mpi4py tools/convert_hf_to_megatron.py ...   # the same, shared out over 4 ranks
 
-A run starts from it with model.path=my-megatron model.megatron_path=my-megatron; Megatron-LM with --load my-megatron.
+A run starts from it with model.path=my-megatron model.megatron_path=my-megatron; Megatron-LM with --load my-megatron
+--use-checkpoint-args and the flags that this does not set, which are printed.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import conversion as command
 
+from megatron_tlt.actor.megatron_arguments import flags_to_give
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert.to_megatron import COMMAND, MegatronConversion
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
+from megatron_tlt.models.hf.files import model_warnings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MegatronConversion.plan(args.hf, args.dtype)
 
     def convert(todo: MegatronConversion, ranks: Ranks) -> int:
+        if ranks.is_main:
+            command.print_warnings(model_warnings(args.hf))
         if args.dry_run:
             if ranks.is_main:
                 print(command.megatron_report(todo, args.out))
@@ -42,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         todo.write(args.out, ranks, args.overwrite)
         if ranks.is_main:
             print(f"wrote {args.out}: {gib(todo.num_bytes)}")
+            flags = " ".join(flags_to_give(todo.source.config))
+            print(f"Megatron-LM: --load {args.out} --use-checkpoint-args takes no {flags}: give these, too")
         return OK
 
     return command.run(parser.prog, plan, convert)

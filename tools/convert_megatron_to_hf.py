@@ -1,7 +1,7 @@
-"""Convert a Megatron distributed checkpoint (a run's or Megatron-LM's, any layout) to a Hugging Face directory.
+"""Convert a Megatron distributed checkpoint (Megatron-LM's or a converted one, any layout) to a Hugging Face directory.
 
 python tools/convert_megatron_to_hf.py --megatron my-megatron --out my-model
-python tools/convert_megatron_to_hf.py --megatron runs/r/checkpoints --config assets/demo-policy --out my-model
+python tools/convert_megatron_to_hf.py --megatron megatron-lm/checkpoints --config assets/demo-policy --out my-model
 mpiexec -n 4 python -m mpi4py tools/convert_megatron_to_hf.py ...         # the same, the files shared out over 4 ranks
 """
 
@@ -13,11 +13,14 @@ from pathlib import Path
 
 import conversion as command
 
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert.to_hf import COMMAND, HfConversion
 from megatron_tlt.cli.exit_codes import OK
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
+from megatron_tlt.errors import ConfigError
+from megatron_tlt.models.hf.files import config_warnings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.config is not None:
             args.config = fetch_argument("--config", args.config, ranks, "companions")
         command.check_output(args, COMMAND, [args.megatron], ranks)  # before the checksums
+        _refuse_a_run(args.megatron)
         limit = int(args.max_file_gib * 2**30)
         share = {"part": ranks.rank, "parts": ranks.size}  # of the checksums
         todo = HfConversion.plan(args.megatron, args.dtype, args.config, limit, **share)
@@ -51,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return todo
 
     def convert(todo: HfConversion, ranks: Ranks) -> int:
+        if ranks.is_main:
+            command.print_warnings([*todo.source.warnings(), *config_warnings(todo.config_file)])
+            if text := todo.source.padding(todo.config):
+                print(text)
         if args.dry_run:
             if ranks.is_main:
                 print(command.hf_report(todo, args.out))
@@ -62,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
     return command.run(parser.prog, plan, convert)
+
+
+def _refuse_a_run(megatron: Path) -> None:
+    """Raises ConfigError for the checkpoint of a run, of which `export` writes the drafter and the tokenizer, too."""
+    manifest = TorchDistReader(megatron).manifest()
+    if manifest is not None and not manifest.is_converted:
+        allowed = "is a checkpoint of a run, which `megatron-tlt export CONFIG --out DIR` writes, with its drafter"
+        raise ConfigError.of("--megatron", str(megatron), allowed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The demo policy's curriculum: a mix of reasoning-gym tasks and a worked solution ("trace") for each prompt.
 
-The prompts are the ones RL sees later (`MIX` names stock reasoning-gym datasets with stock parameters); the
-traces are what supervised fine-tuning teaches. A completion is always
+The prompts are the ones RL sees later (`MIX`: the tasks of configs/quickstart.yaml); the traces are what supervised
+fine-tuning teaches. A completion is always
 
     <scratchpad, one small step a line>\n<answer>FINAL</answer>
 
@@ -23,33 +23,30 @@ Everything here is a function of `(MIX, count, seed)`: same arguments, same exam
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import reasoning_gym
 
+from megatron_tlt.config.load import load_config
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from megatron_tlt.config.data import TaskConfig
+
 ANSWER_OPEN = "<answer>"
 ANSWER_CLOSE = "</answer>"
-ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+_QUICKSTART = load_config(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
+MIX = _QUICKSTART.data.train.tasks
+ANSWER_PATTERN = _QUICKSTART.rewards.functions[0].pattern
 
 # reasoning-gym seeds item i of a dataset with `seed + i`. SFT data lives above this offset, far from the
 # small seeds people write into RL configurations, so no RL prompt stream walks through the SFT examples.
 _SFT_SEED_BASE = 1_000_000_000
 _SEED_STRIDE = 10_000_000
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """One line of the mix: a reasoning-gym dataset, its parameters and its share of the prompts."""
-
-    label: str
-    dataset: str
-    weight: float
-    params: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,24 +57,6 @@ class Example:
     prompt: str
     completion: str
     entry: Mapping[str, Any]
-
-
-_PLUS = {
-    "operators": ["+"],
-    "allow_parentheses": False,
-    "allow_negation": False,
-    "min_digits": 1,
-    "max_digits": 2,
-}
-_WHOLE = {"min_decimals": 0, "max_decimals": 0, "min_value": 0, "max_value": 99}
-
-MIX: tuple[TaskSpec, ...] = (
-    TaskSpec("sum", "basic_arithmetic", 0.47, {**_PLUS, "min_terms": 2, "max_terms": 4}),
-    TaskSpec("sum_long", "basic_arithmetic", 0.08, {**_PLUS, "min_terms": 7, "max_terms": 10}),
-    TaskSpec("sort", "number_sorting", 0.25, {**_WHOLE, "min_numbers": 3, "max_numbers": 5}),
-    TaskSpec("sort_long", "number_sorting", 0.03, {**_WHOLE, "min_numbers": 8, "max_numbers": 10}),
-    TaskSpec("spell", "spell_backward", 0.17, {"min_word_len": 3, "max_word_len": 10}),
-)
 
 
 def column_sums(left: int, right: int) -> str:
@@ -151,13 +130,13 @@ def is_correct(dataset: Any, completion: str, entry: Mapping[str, Any]) -> bool:
     return answer is not None and dataset.score_answer(answer, entry) >= 1.0
 
 
-def open_dataset(spec: TaskSpec, seed: int, size: int) -> Any:
-    """The reasoning-gym dataset of one line of the mix."""
-    return reasoning_gym.create_dataset(spec.dataset, seed=seed, size=size, **spec.params)
+def open_dataset(task: TaskConfig, seed: int, size: int) -> Any:
+    """The reasoning-gym dataset of one task of the mix."""
+    return reasoning_gym.create_dataset(task.name, seed=seed, size=size, **task.params)
 
 
-def generate(count: int, seed: int, mix: tuple[TaskSpec, ...] = MIX) -> Iterator[Example]:
-    """Yield `count` examples drawn from `mix`; `seed` (0, 1, 2, …) selects disjoint streams of prompts.
+def generate(count: int, seed: int) -> Iterator[Example]:
+    """Yield `count` examples drawn from `MIX`; `seed` (0, 1, 2, …) selects disjoint streams of prompts.
 
     Raises:
         ValueError: a trace does not satisfy its task's verifier (a bug in this file), or `count` would run
@@ -166,11 +145,11 @@ def generate(count: int, seed: int, mix: tuple[TaskSpec, ...] = MIX) -> Iterator
     if count > _SEED_STRIDE:
         raise ValueError(f"count {count} is larger than a stream, {_SEED_STRIDE}")
     rng = Random(seed)
-    datasets = [open_dataset(spec, _SFT_SEED_BASE + seed * _SEED_STRIDE, count) for spec in mix]
-    drawn = rng.choices(range(len(mix)), weights=[spec.weight for spec in mix], k=count)
+    datasets = [open_dataset(task, _SFT_SEED_BASE + seed * _SEED_STRIDE, count) for task in MIX]
+    drawn = rng.choices(range(len(MIX)), weights=[task.weight for task in MIX], k=count)
     for position, which in enumerate(drawn):
         entry = datasets[which][position]
         completion = solve(entry)
         if not is_correct(datasets[which], completion, entry):
-            raise ValueError(f"{mix[which].label}: the trace fails its verifier: {entry['question']!r}")
-        yield Example(mix[which].label, entry["question"], completion, entry)
+            raise ValueError(f"{MIX[which].name}: the trace fails its verifier: {entry['question']!r}")
+        yield Example(MIX[which].name, entry["question"], completion, entry)

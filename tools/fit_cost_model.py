@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 LENGTHS = (0, 1, 2, 3, 5, 8, 11)  # drafted in turn; 0: plain decoding
 SPAN = 6  # steps of each, of which the first two do not count
 POSITIONS = 12
+KINDS = ("none", "suffix", "trained")  # of drafters
 
 
 @dataclass
@@ -233,9 +234,41 @@ def measured_on(config: Config, recorders: list[Recorder]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measures, fits, writes."""
+def parse() -> argparse.Namespace:
+    """The command line; ends the process where it cannot be used."""
     from megatron_tlt.config.checks.files import output_file_problems
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="YAML file of an RL run")
+    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
+    parser.add_argument("--drafters", nargs="+", choices=KINDS, default=list(KINDS), help="trained: the config's")
+    parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of each drafter")
+    parser.add_argument("--raw", type=Path, help="also write every measured step")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if args.drafters == ["none"]:
+        parser.error("--drafters none: verification is not measured without suffix or trained")
+    if problems := [
+        *output_file_problems("--out", args.out, rb'\{\n "command": ', [args.config]),
+        *output_file_problems("--raw", args.raw, rb'\{"\w+": \[', [args.config]),
+    ]:
+        parser.error(str(problems[0]))
+    return args
+
+
+def check(config: Config, drafters: list[str]) -> None:
+    """Raises ConfigError for an engine or a drafter that cannot be measured here."""
+    from megatron_tlt.errors import ConfigError
+
+    if config.rollout.backend != "embedded":
+        raise ConfigError.of("rollout.backend", config.rollout.backend, "must be embedded: its steps are measured")
+    if "trained" in drafters and config.rollout.speculation.trained is None:
+        allowed = "must be a trained drafter for --drafters trained; without one: --drafters none suffix"
+        raise ConfigError.of("rollout.speculation.drafter", config.rollout.speculation.drafter, allowed)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures, fits, writes. Raises TltError."""
     from megatron_tlt.config.load import load_config
     from megatron_tlt.data.hub import on_this_machine
     from megatron_tlt.data.prompts import build_prompts
@@ -243,21 +276,9 @@ def main() -> None:
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.token_checks import open_tokenizer
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="YAML file of an RL run")
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=v", help="values that replace the file's")
-    parser.add_argument("--drafters", nargs="+", default=["none", "suffix", "trained"])
-    parser.add_argument("--seconds", type=float, default=20.0, help="CPU seconds of each drafter")
-    parser.add_argument("--raw", type=Path, help="also write every measured step")
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    if problems := [
-        *output_file_problems("--out", args.out, rb'\{\n "command": ', [args.config]),
-        *output_file_problems("--raw", args.raw, rb'\{"\w+": \[', [args.config]),
-    ]:
-        parser.error(str(problems[0]))
-    alone = SingleProcess()
-    config = with_date(on_this_machine(load_config(args.config, args.overrides), alone), alone)
+    alone, config = SingleProcess(), load_config(args.config, args.overrides)
+    check(config, args.drafters)
+    config = with_date(on_this_machine(config, alone), alone)
     stream = build_prompts(config.data, "train", open_tokenizer(config), config.train.seed)
     prompts = stream.next_batch(config.train.prompts_per_step)[: max(1, config.train.prompts_per_step // 2)]
     recorders, lengths = [], []
@@ -287,5 +308,18 @@ def main() -> None:
     print(f"wrote {args.out}")
 
 
+def main() -> int:
+    """Exit status 0, 1 (failed) or 2 (bad input: arguments, configuration, files)."""
+    from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK
+    from megatron_tlt.errors import BackendError, TltError, printable
+
+    try:
+        run(parse())
+    except TltError as error:
+        print(printable(f"fit_cost_model: {type(error).__name__}: {error}"), file=sys.stderr)
+        return FAILED if isinstance(error, BackendError) else BAD_INPUT
+    return OK
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return OK
         (opened, other), status = both, OK
         print(printable(command.description(opened)))
+        command.print_warnings([*opened.warnings, *(other.warnings if other is not None else [])])
         if not args.quick:
             print(command.checksum_report(opened))
             if opened.manifest is not None and (damage := damage_of(opened.directory)):

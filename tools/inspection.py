@@ -18,10 +18,10 @@ from megatron_tlt.actor.hf_names import Slot, slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader, not_megatron
 from megatron_tlt.checkpoint.atomic import gib
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir, dtype_name
-from megatron_tlt.checkpoint.convert.to_hf import config_beside
+from megatron_tlt.checkpoint.convert.to_hf import config_beside, config_file
 from megatron_tlt.errors import CheckpointError, ConfigError, no_such_file, shortened
 from megatron_tlt.models.hf.config import ARCHITECTURES, ModelConfig, RopeScaling
-from megatron_tlt.models.hf.files import INDEX, SINGLE
+from megatron_tlt.models.hf.files import INDEX, SINGLE, config_warnings, model_warnings
 
 _BLOCK = 1 << 22  # numbers compared at once: bounds the fp64 copies
 
@@ -36,6 +36,7 @@ class Opened:
     dtypes: list[str]
     read_slot: Callable[[Slot], list[Tensor]] = field(repr=False)
     facts: dict[str, str]
+    warnings: list[str]  # of what was left out, or not compared
     manifest: Manifest | None = None
 
     @property
@@ -51,7 +52,7 @@ class Opened:
     @property
     def step(self) -> int | None:
         """The step of a run that it was saved after."""
-        return None if self.manifest is None or _is_converted(self.manifest) else self.manifest.step
+        return None if self.manifest is None or self.manifest.is_converted else self.manifest.step
 
 
 def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opened:
@@ -68,24 +69,30 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opene
         raise CheckpointError(f"{problem}; nor is it a Hugging Face directory, with {SINGLE} or {INDEX}")
     source = TorchDistReader(root)
     manifest = source.manifest()
-    if config is not None:
-        model = ModelConfig.from_hf(config)
-    else:
-        model = config_of(manifest) if manifest else ModelConfig.from_hf(config_beside(root, source.directory))
+    model, warnings = _described(root, source, manifest, config)
     if not _has_adapters(manifest):
         source.check(model)
     version = source.backend["sharded_backend_version"]
     facts = {"format": f"{source.backend['sharded_backend']} version {version}", **_manifest_facts(manifest)}
+    if text := source.padding(model):
+        facts["padding"] = text
     facts["beside the weights"] = gib(source.other_bytes())
     kind = "Megatron checkpoint"
     if manifest is not None:
-        kind = "converted Megatron checkpoint" if _is_converted(manifest) else "checkpoint of a run"
+        kind = "converted Megatron checkpoint" if manifest.is_converted else "checkpoint of a run"
     dtypes = sorted(dtype_name(dtype) for dtype in source.dtypes())
-    return Opened(kind, source.directory, model, dtypes, partial(source.read, model), facts, manifest)
+    warnings += source.warnings()
+    return Opened(kind, source.directory, model, dtypes, partial(source.read, model), facts, warnings, manifest)
 
 
-def _is_converted(manifest: Manifest) -> bool:
-    return "converted_from" in manifest.extra
+def _described(
+    root: Path, source: TorchDistReader, manifest: Manifest | None, config: str | Path | None
+) -> tuple[ModelConfig, list[str]]:
+    """The model of a Megatron checkpoint, and the warnings of the config.json that describes it, if one does."""
+    if config is None and manifest is not None:
+        return config_of(manifest), []
+    file = config_beside(root, source.directory) if config is None else config_file(config)
+    return ModelConfig.from_hf(file), config_warnings(file)
 
 
 def _has_adapters(manifest: Manifest | None) -> bool:
@@ -98,7 +105,7 @@ def _manifest_facts(manifest: Manifest | None) -> dict[str, str]:
     facts = {"layout": " x ".join(f"{n} {manifest.layout.get(n)}" for n in ("tp", "pp", "cp", "dp"))}
     if (ep := manifest.layout.get("ep", 1)) > 1:
         facts["layout"] += f", experts over {ep}"
-    if _is_converted(manifest):
+    if manifest.is_converted:
         return {**facts, "converted from": manifest.extra["converted_from"]}
     facts["step"] = f"{manifest.step} (policy version {manifest.policy_version})"
     optimizer, distributed = (manifest.training.get(n) for n in ("optimizer", "distributed_optimizer"))
@@ -117,7 +124,8 @@ def _open_hf(root: Path) -> Opened:
     if source.ignored:
         facts["carry nothing"] = ", ".join(source.ignored)
     dtypes = sorted({dtype_name(dtype) for dtype in source.dtypes.values()})
-    return Opened("Hugging Face directory", root, source.config, dtypes, source.read_slot, facts)
+    warnings = model_warnings(root)
+    return Opened("Hugging Face directory", root, source.config, dtypes, source.read_slot, facts, warnings)
 
 
 def config_of(manifest: Manifest) -> ModelConfig:

@@ -102,15 +102,6 @@ def _replaced(method: ast.AST) -> Iterator[tuple[str, int]]:
                 yield text[len("self.") :], place.value  # type: ignore[union-attr]
 
 
-def names_of(name: str, classes: dict[str, Signature]) -> set[str]:
-    """Fields and aliases of a class with those of its bases in the same sources."""
-    if name not in classes:
-        return set()
-    others = {other: entry for other, entry in classes.items() if other != name}
-    bases = (base.split("[")[0].split(".")[-1] for base in classes[name]["bases"])
-    return set(classes[name]["fields"]).union(*(names_of(base, others) for base in bases))
-
-
 def record_of(commit: str, path: str, found: Signature) -> str:
     """JSON with a class or a function on a line."""
 

@@ -54,7 +54,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 _EXTRA_STATE = "_extra_state"
 # Without torch's own text, which recommends to try again without the protection.
 _REFUSED = "checkpoint {} holds more than numbers (weights_only would not open it): nothing of it was run"
-_ARCHIVE = ("basic_ios", "PytorchStreamWriter")  # words of torch's archive writer in a RuntimeError: a write failed
+# Words of torch's archive writer in a RuntimeError: a write failed.
+_ARCHIVE = ("basic_ios", "PytorchStreamWriter", "inline_container")
 _SMALL_FILES = 1 << 16  # bytes: common.pt takes less
 _POLL_S = 0.2  # between two looks at the other ranks' writers
 _WAITS = 3  # times of a collective after which a writer hangs; `watchdog.hang_s` has the same
@@ -249,7 +250,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
         source.check(config)
         if source.manifest() and (damage := files.damage_of(directory, world.rank, world.size)):
             raise CheckpointError(damage)
-    with cpu_as_cuda():
+    with cpu_as_cuda(), _no_pickles(directory):
         keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
         wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
         left = (_EXTRA_STATE, *FACTORS)  # adapters come later

@@ -54,6 +54,11 @@ class Manifest:
     extra: dict[str, Any]
     files: dict[str, FileRecord] = field(default_factory=dict)
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether a conversion wrote the checkpoint; else a run did."""
+        return "converted_from" in self.extra
+
     def to_json(self) -> str:
         """Text with a digest of itself, so that an edited manifest shows."""
         body = {"format": _FORMAT, **asdict(self)}

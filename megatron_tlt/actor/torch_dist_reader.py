@@ -19,6 +19,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_tlt.actor.checkpoint_files import (
@@ -44,6 +45,7 @@ from megatron_tlt.actor.checkpoint_files import (
     read_manifest,
 )
 from megatron_tlt.actor.hf_names import Slot, slots, unshard
+from megatron_tlt.actor.megatron_arguments import COMMON, argument_problems, read_arguments
 from megatron_tlt.errors import CheckpointError, no_such_file, shortened
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import prefix_hint
@@ -136,6 +138,25 @@ class TorchDistReader:
         """The manifest of a checkpoint that Megatron-TLT wrote. Raises CheckpointError if it is damaged."""
         return read_manifest(self.directory) if (self.directory / MANIFEST).is_file() else None
 
+    @cached_property
+    def arguments(self) -> dict[str, Any] | None:
+        """Megatron-LM's arguments of a checkpoint without our manifest; None where they cannot be read."""
+        return read_arguments(self.directory) if self.manifest() is None else None
+
+    def warnings(self) -> list[str]:
+        """What `check` cannot compare."""
+        if self.manifest() is not None or self.arguments is not None:
+            return []
+        lacks = f"{self.directory / COMMON} has no arguments of Megatron-LM that can be read"
+        return [f"{lacks}: rotary embedding, epsilon and kind of norms were not compared with config.json"]
+
+    def padding(self, config: ModelConfig) -> str | None:
+        """How many rows of the stored vocabulary are left out, in words, where some are. After `check`."""
+        stored = self.find(slots(config, 1)[0])
+        rows = config.vocab_size if stored is None else self.tensors[stored.key].size[0]
+        left = rows - config.vocab_size
+        return f"{left} of {rows} vocabulary rows left out (padding)" if left else None
+
     def weight_keys(self) -> list[str]:
         """Keys of tensors that are weights: no optimizer, random or extra state."""
         return [key for key in self.tensors if _NO_WEIGHT.match(key) is None]
@@ -160,10 +181,10 @@ class TorchDistReader:
         return next((Stored(key, layer) for key, layer in places if key in self.tensors), None)
 
     def check(self, config: ModelConfig) -> None:
-        """Compares names and shapes with a model's, both ways. Reads no tensor.
+        """Compares names and shapes with a model's, both ways, and Megatron-LM's arguments. Reads no tensor.
 
-        Raises CheckpointError that names every missing, unexpected and misshapen tensor, or, if there is a manifest
-        and it is of another model, the differences between the models.
+        Raises CheckpointError that names every missing, unexpected and misshapen tensor and every argument of another
+        model, or, if there is a manifest and it is of another model, the differences between the models.
         """
         manifest = self.manifest()
         if manifest and manifest.training["lora"] != "off":
@@ -187,6 +208,8 @@ class TorchDistReader:
         if strange := [str(dtype) for dtype in self.dtypes() if not dtype.is_floating_point]:
             problems.append(f"weights of type {shortened(strange)}")
         problems += dict.fromkeys(misfits)  # a stacked tensor gives the same text for every layer
+        if self.arguments is not None and (differ := argument_problems(self.arguments, config)):
+            problems.append(f"arguments in {COMMON}: {shortened(differ)}")
         if problems:
             listed = shortened(problems, separator="; ")
             raise CheckpointError(f"Megatron checkpoint {self.directory} does not fit the config.json: {listed}")
@@ -271,11 +294,21 @@ def _read_backend(directory: Path) -> dict[str, Any]:
     try:
         backend = json.loads((directory / BACKEND).read_text(encoding="utf-8"))
         kind = backend["sharded_backend"]
+    except FileNotFoundError as error:
+        formats = "torch_dcp or fsdp_dtensor; only torch_dist is read: save again with --ckpt-format torch_dist"
+        raise CheckpointError(f"{directory} has no {BACKEND}, as in the formats {formats}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory / BACKEND} cannot be read: {error!r}") from error
     if kind != "torch_dist":
         raise CheckpointError(f"{directory} is of format {kind!r}; only 'torch_dist' is read here")
     return dict(backend)
+
+
+# Classes of megatron-core 0.14 and 0.15: torch's with one more attribute, which is kept and not read.
+_OF_OLDER_MEGATRON = {
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan": SavePlan,
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": Metadata,
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -297,6 +330,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError for anything that is not on the list."""
+        if (own := _OF_OLDER_MEGATRON.get(f"{module}.{name}")) is not None:
+            return own
         if module in self._MODULES and "." not in name:
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == module:

@@ -76,7 +76,7 @@ class EngineProcess:
     def __init__(self, launch: EngineLaunch, variables: Mapping[str, str] = MappingProxyType({})):
         """Starts the child and waits for its hello. `variables`: of its environment, over all others.
 
-        Raises BackendError, and ConfigError without /dev/shm; then neither process nor files are left.
+        Raises BackendError, and ConfigError without /dev/shm; then nothing is left but a log that is not empty.
         """
         self.launch = launch
         self.shared = SharedDirectory(launch.section)
@@ -84,12 +84,12 @@ class EngineProcess:
         file, name = tempfile.mkstemp(prefix="tlt-", suffix=".log")  # not in shared memory: a log grows
         os.close(file)
         self._log = Path(name)
+        self._keeps_log = False
         self.responses: list[Message] = []  # came while a reply was waited for
         self._received = bytearray()
         self._silent_s = 0.0  # of `next_response` with `wait_s`, since the last bytes
         self._calls = 0
         self.engine_version = ""
-        self._has_engine = False
         self._socket: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
         try:
@@ -146,7 +146,7 @@ class EngineProcess:
         self.engine_version = engine
 
     def start(self, **arguments: Any) -> None:
-        """Has the child start its engine. Raises BackendError; then neither process nor files are left."""
+        """Has the child start its engine. Raises BackendError; then nothing is left but the log that it names."""
         try:
             at_most = f"minutes at its first start, at most {START_S:g} s; log: {self._log}"
             with announced(f"starting {self.launch.name}", at_most):
@@ -154,7 +154,6 @@ class EngineProcess:
         except BaseException:
             self.close()
             raise
-        self._has_engine = True
 
     @property
     def pid(self) -> int:
@@ -205,9 +204,16 @@ class EngineProcess:
             elif message["type"] in ("reply", "error") and 0 < int(message.get("call") or 0) < number:
                 continue  # of a call that was interrupted here
             elif message["type"] == "error" and message.get("call") == number:
-                raise BackendError(f"{self.launch.name} could not {kind}: {message.get('message')}")
+                raise self._refusal(kind, f"could not {kind}: {message.get('message')}")
             else:
                 raise self.failure(f"sent {message['type']!r} while {kind} {number} was waited for")
+
+    def _refusal(self, kind: str, what: str) -> BackendError:
+        """The error of a call that the child has answered with one; of `start`, whose cause is in its log, its end."""
+        if kind != "start":
+            return BackendError(f"{self.launch.name} {what}")
+        self._shut_down()
+        return self.failure(what)
 
     def next_response(self, wait_s: float | None = None) -> Message | None:
         """The next response, or a heartbeat between responses; None: nothing has come within `wait_s`. Raises
@@ -288,20 +294,16 @@ class EngineProcess:
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def failure(self, what: str) -> BackendError:
-        """Kills the child; returns the error with its cause and the end of its log.
-
-        The log of an engine that had been started stays, in a file of the temporary directory.
-        """
+        """Kills the child; returns the error with its cause and the end of its log, whose file stays if it has text."""
         pid = self._child.pid if self._child is not None else None
         self._kill()
         tail = ""
         with suppress(FileNotFoundError), self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
             tail = log.read().decode("utf-8", "replace").strip()
-        keep = self._has_engine and bool(tail)
-        name = f"its log ({self._log})" if keep else "its log"
-        self._end(keep_log=keep)
-        shown = f"the end of {name}:\n{tail}" if tail else f"{name} is empty"
+        self._keeps_log = bool(tail)
+        self._end()
+        shown = f"the end of its log ({self._log}):\n{tail}" if tail else "its log is empty"
         return BackendError(f"the {self.launch.name} engine (process {pid}) {what}; {shown}")
 
     def _kill(self) -> None:
@@ -317,13 +319,18 @@ class EngineProcess:
     def close(self) -> None:
         """Shuts the child down, by force if that takes too long; removes its files. A second call does nothing."""
         if self._child is not None:
-            with suppress(BackendError, subprocess.TimeoutExpired):  # it is killed below
-                self.call("shutdown", patience=END_S)
-                self._child.wait(timeout=END_S)
+            self._shut_down()
             self._end()
 
-    def _end(self, keep_log: bool = False) -> None:
+    def _shut_down(self) -> None:
+        """Has the child end its engine and itself, for as long as that may take; it is killed afterwards."""
+        assert self._child is not None
+        with suppress(BackendError, subprocess.TimeoutExpired):
+            self.call("shutdown", patience=END_S)
+            self._child.wait(timeout=END_S)
+
+    def _end(self) -> None:
         self._kill()
         self.shared.close()
-        if not keep_log:
+        if not self._keeps_log:
             self._log.unlink(missing_ok=True)

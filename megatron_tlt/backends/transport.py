@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_tlt.errors import ConfigError, SyncError
@@ -51,12 +53,25 @@ class SharedDirectory:
         self._lock = -1
 
 
+def write_shared(path: Path, tensors: Iterable[Named]) -> None:
+    """Writes tensors into a safetensors file in shared memory. Raises SyncError where it has no room for them."""
+    named = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
+    try:
+        save_file(named, path)
+    except (SafetensorError, OSError) as error:
+        path.unlink(missing_ok=True)
+        needed, free = sum(tensor.nbytes for tensor in named.values()), shutil.disk_usage(path.parent).free
+        sizes = f"{needed / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free in shared memory"
+        remedy = "--shm-size sets its size for a container, sync.bucket_mib that of a part of a weight sync"
+        raise SyncError(f"cannot write {path}: {sizes} ({remedy}): {error}") from error
+
+
 @contextmanager
 def in_shared_memory(tensors: Sequence[Named], directory: Path) -> Iterator[dict[str, Any]]:
-    """Full tensors in a file of `directory`, which is removed afterwards, also one that was not written to its end."""
+    """Full tensors in a file of `directory`, which is removed afterwards. Raises SyncError."""
     path = directory / "tensors"
     try:
-        save_file({name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}, path)
+        write_shared(path, tensors)
         yield {"file": str(path)}
     finally:
         path.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_tlt.config.checks.files import is_empty, is_read, maker_of, note_maker
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
-from megatron_tlt.observe.files import sync
+from megatron_tlt.observe.files import naming, sync
 
 _SPARE = 64 << 20  # bytes for config.json, tokenizer, metadata and the overhead of torch.save a tensor
 
@@ -96,9 +96,9 @@ def new_directory(
                     raise CheckpointError(problem)
                 check_room(out, num_bytes)
                 scratch = stack.enter_context(atomic_directory(out, command, overwrite, sources))
-        with together(ranks):
+        with together(ranks), naming(out):
             yield Path(ranks.broadcast_object(str(scratch)))
-        with together(ranks):
+        with together(ranks), naming(out):
             stack.close()
 
 

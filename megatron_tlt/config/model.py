@@ -59,8 +59,9 @@ class ModelSection(Section):
     """Directory of the tokenizer, or a name on the hub; default: `path`."""
     megatron_path: Annotated[str | None, OnDisk()] = None
     """Megatron distributed checkpoint (torch_dist, any layout) that the policy takes its starting weights from.
-    `path` then gives only config.json and the tokenizer. The directory with latest_checkpointed_iteration.txt, or
-    the one with the shards; what `tools/convert_hf_to_megatron.py` writes is good as `path`, too."""
+    `path` then gives only config.json and the tokenizer (to TensorRT-LLM also the weights that it starts with). The
+    directory with latest_checkpointed_iteration.txt, or the one with the shards; what
+    `tools/convert_hf_to_megatron.py` writes is good as `path`, too."""
     architecture: ArchitectureConfig | None = None
     """Expected shape. Used by `check` when `path` is not on this machine; where it is, both must agree."""
     max_context: PositiveInt = Field(default=4096)

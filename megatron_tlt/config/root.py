@@ -86,6 +86,11 @@ class TrainingConfig(Section):
         return self.model.max_context
 
     @property
+    def reads_weights(self) -> bool:
+        """Whether the weights in `model.path` are read, beside its config.json and tokenizer."""
+        return self.model.megatron_path is None
+
+    @property
     def rl(self) -> Config | None:
         """This configuration if it has rollouts, with the sections of RL; None in fine-tuning."""
         return None
@@ -155,6 +160,11 @@ class Config(TrainingConfig):
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together that an engine holds, training or evaluation."""
         return max(self.longest_trained, self.data.max_prompt_tokens + (self.eval.max_tokens or 0))
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the weights in `model.path` are read: by the policy, or by TensorRT-LLM, which starts with them."""
+        return super().reads_weights or self.rollout.backend == "trtllm"
 
     @property
     def rl(self) -> Config:

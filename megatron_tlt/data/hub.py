@@ -89,7 +89,7 @@ def names_of(config: TrainingConfig, weights: bool = True) -> list[Named]:
     """The fields of a configuration that name something on the hub. `weights`: whether the command reads them; a base
     under adapters is read by all.
     """
-    reads_base = (weights or config.actor.lora is not None) and config.model.megatron_path is None
+    reads_base = (weights or config.actor.lora is not None) and config.reads_weights
     found = []
     for place in places(config):
         section, content = place.section, place.mark.content

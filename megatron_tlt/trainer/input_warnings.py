@@ -18,7 +18,7 @@ from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.hf.config import ModelConfig, shape_of
-from megatron_tlt.models.hf.files import model_warnings
+from megatron_tlt.models.hf.files import config_warnings, model_warnings
 from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
 from megatron_tlt.trainer.chat_checks import chat_warnings, unread_tools
@@ -31,12 +31,23 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
 
     `device`: of this machine's ranks; None if that is not known.
     """
-    found = model_warnings(config.model.path) if config.model.megatron_path is None else []
+    found = _of_model(config)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
     own.append(learning_rate_warning(config, shape_of(config.model)))
     own.append(schedule_warning(config))
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
+
+
+def _of_model(config: TrainingConfig) -> list[str]:
+    """What is left out, or cannot be compared, of the files that a run starts from."""
+    path, start = config.model.path, config.model.megatron_path
+    found = model_warnings(path) if config.reads_weights else config_warnings(Path(path) / "config.json")
+    if start is None or not Path(start).exists():
+        return found
+    from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
+
+    return found + TorchDistReader(start).warnings()
 
 
 def _slow_update(actor: ActorSection, device: Device | None) -> str | None:

@@ -267,18 +267,19 @@ def _hf_weight_problems(
 def _weight_problems(config: TrainingConfig, shape: ModelConfig) -> list[ConfigProblem]:
     """Weights on this machine that a run starts from, with a file missing or of another model."""
     model, lora = config.model, config.actor.lora
-    if model.megatron_path is None:
+    found = []
+    if config.reads_weights:
         adapter = None if lora is None else lora.adapter_path
-        return _hf_weight_problems("model.path", model.path, shape, adapter)
-    if not Path(model.megatron_path).exists():
-        return []
+        found = _hf_weight_problems("model.path", model.path, shape, adapter)
+    if model.megatron_path is None or not Path(model.megatron_path).exists():
+        return found
     from megatron_tlt.actor.torch_dist_reader import TorchDistReader  # here, for it needs torch
 
     try:
         TorchDistReader(model.megatron_path).check(shape)
     except (CheckpointError, OSError) as error:
-        return [ConfigProblem("model.megatron_path", model.megatron_path, str(error))]
-    return []
+        found.append(ConfigProblem("model.megatron_path", model.megatron_path, str(error)))
+    return found
 
 
 def _adapter_problems(config: TrainingConfig, shape: ModelConfig) -> list[ConfigProblem]:

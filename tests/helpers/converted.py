@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,18 @@ def _by_group(q: Tensor, k: Tensor, v: Tensor, heads: int, width: int) -> Tensor
     return torch.cat(rows)
 
 
-def save_foreign(directory: Path, tensors: dict[str, Tensor], iteration: int | None = None) -> None:
-    """A torch_dist checkpoint written by torch alone: Megatron-LM's layout with `iteration`, else the bare shards."""
+def save_foreign(
+    directory: Path, tensors: dict[str, Tensor], iteration: int | None = None, arguments: dict[str, Any] | None = None
+) -> None:
+    """A torch_dist checkpoint written by torch alone: Megatron-LM's layout with `iteration`, else the bare shards; with
+    `arguments` in its common.pt, else without one.
+    """
     inner = directory if iteration is None else directory / f"iter_{iteration:07d}"
     inner.mkdir(parents=True)
     dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(inner), no_dist=True)
     (inner / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    if arguments is not None:
+        torch.save({"args": Namespace(**arguments), "iteration": iteration}, inner / "common.pt")
     if iteration is not None:
         (directory / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 

@@ -27,14 +27,19 @@ MEMORY_TAGS = {"kv_cache"}
 
 def recorded_fields(version: str) -> dict[str, set[str]]:
     """Fields of each class of arguments, those of its bases included."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    from trtllm_signatures import names_of
-
-    del sys.path[0]
     classes: dict[str, Any] = {}
     for name in (SOURCES[version], "sampling_params-000a01de"):
         classes |= json.loads((SIGNATURES / f"{name}.json").read_text())["classes"]
     return {name: names_of(name, classes) for name in classes}
+
+
+def names_of(name: str, classes: dict[str, Any]) -> set[str]:
+    """Fields and aliases of a recorded class with those of its bases in the same sources."""
+    if name not in classes:
+        return set()
+    others = {other: entry for other, entry in classes.items() if other != name}
+    bases = (base.split("[")[0].split(".")[-1] for base in classes[name]["bases"])
+    return set(classes[name]["fields"]).union(*(names_of(base, others) for base in bases))
 
 
 class Arguments:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,10 @@ def four_ranks(root: Path) -> list[dict[str, Any]]:
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
+    spoiled = root / "spoiled"  # as another program's, with an argument of a class that is not known
+    MegatronConversion.plan(root / "qwen3", None).write(spoiled, SingleProcess())
+    (spoiled / "release/manifest.json").unlink()
+    torch.save({"args": Namespace(status=HTTPStatus.OK)}, spoiled / "release/common.pt")
     commands = [
         *(f"start {root}/{kind}-mg {at(kind, pp=2)}" for kind in KINDS),
         f"start {root}/qwen2-mg {at('qwen2', tp=4)}",
@@ -70,6 +76,7 @@ def four_ranks(root: Path) -> list[dict[str, Any]]:
         f"once {root}/run-lora-dense {at('qwen3', pp=2, lora=LORA)}",
         f"foreign {root}/each {at('qwen2', pp=2, flags={'non_homogeneous_layers': True})}",
         f"start {root}/each {at('qwen2', pp=2)}",
+        f"start {spoiled} {at('qwen3', pp=2)}",
     ]
     return results(run_ranks(4, WORKER, str(root), " + ".join(commands)).stdout)
 
@@ -94,6 +101,7 @@ def test_damage_and_another_model_are_refused(four_ranks: list[dict[str, Any]]) 
     damaged, other = starts(four_ranks)[6], starts(four_ranks)[7]
     assert "__0_0.distcp was altered" in damaged["error"]
     assert "of another model: family is 'llama', not 'qwen3'" in other["error"]
+    assert "holds more than numbers" in starts(four_ranks)[9]["error"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

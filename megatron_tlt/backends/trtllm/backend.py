@@ -65,8 +65,11 @@ class TrtllmBackend(RemoteBackend):
         reply = self.process.call("stats")
         totals, stats = reply["totals"], self._stats
         self._stats = EngineStats()
-        if reply["error"] is not None and not self._warned:
-            _log.warning("counts of steps and drafts are incomplete: %s", reply["error"])
+        lacks = reply["error"]
+        if lacks is None and stats.generated_tokens and not totals["iterations"]:
+            lacks = "get_stats is empty, as it is of TensorRT-LLM's Ray executor"
+        if lacks is not None and not self._warned:
+            _log.warning("counts of steps and drafts are incomplete, or 0: %s", lacks)
             self._warned = True
         rows, accepted = totals["numRequestsWithDraftTokens"], totals["numAcceptedTokens"]
         stats.steps = totals["iterations"]

@@ -39,9 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
-
 from megatron_tlt.backends.serving import EngineHost, Message, main
+from megatron_tlt.backends.transport import write_shared
 from megatron_tlt.backends.vllm.plugin import adapter
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT, EARLIER
@@ -238,7 +237,7 @@ class VllmHost(EngineHost):
         if not kept:
             return {}
         path = self._directory / f"kept-{live.number}"
-        save_file({name: tensor.to("cpu").contiguous() for name, tensor in kept.items()}, path)
+        write_shared(path, kept.items())
         return {"kept": str(path)}
 
     async def do_abort(self, _: Message) -> Message:

@@ -24,6 +24,7 @@ from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import TensorFile, split_into_files, weight_file_name, write_index
+from megatron_tlt.observe.files import naming
 
 COMMAND = "convert_megatron_to_hf"
 
@@ -57,8 +58,7 @@ class HfConversion:
         """
         source = megatron if isinstance(megatron, AdaptedReader) else TorchDistReader(megatron)
         given = source.directory if isinstance(megatron, AdaptedReader) else Path(megatron)
-        file = config_beside(given, source.directory) if config is None else Path(config)
-        file = file if file.suffix == ".json" else file / "config.json"
+        file = config_beside(given, source.directory) if config is None else config_file(config)
         model = ModelConfig.from_hf(file)
         source.check(model)
         if verify and source.manifest() and (damage := damage_of(source.directory, part, parts)):
@@ -100,12 +100,19 @@ class HfConversion:
                 seen = f"rank {ranks.rank} does not see {scratch.parent}"
                 raise CheckpointError(f"{seen}: write to a directory that all nodes share, or on one node")
             for number in range(ranks.rank, len(self.files), ranks.size):
-                with TensorFile(scratch / self.name(number), self.config, self.names[number], self.dtype) as file:
+                path = scratch / self.name(number)
+                with naming(path), TensorFile(path, self.config, self.names[number], self.dtype) as file:
                     for slot in self.files[number]:
                         for name, tensor in zip(slot.hf_names, self.source.read(self.config, slot), strict=True):
                             file.write(name, tensor)
         if ranks.is_main:
             _write_small_files(self, scratch)
+
+
+def config_file(config: str | Path) -> Path:
+    """The config.json that is named itself, or by its directory."""
+    path = Path(config)
+    return path if path.suffix == ".json" else path / "config.json"
 
 
 def config_beside(given: Path, shards: Path) -> Path:

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_tlt.actor.checkpoint_files import MANIFEST, FileRecord, Manifest, model_record, record_of
-from megatron_tlt.actor.hf_names import Slot, expert_fields, shard, slots
+from megatron_tlt.actor.hf_names import Slot, shard, slots
+from megatron_tlt.actor.megatron_arguments import COMMON, megatron_arguments
 from megatron_tlt.actor.torch_dist_reader import BACKEND, TRACKER, Stored
 from megatron_tlt.checkpoint.atomic import new_directory
 from megatron_tlt.checkpoint.companions import copy_companions
@@ -40,7 +41,7 @@ from megatron_tlt.checkpoint.convert.hf_dir import (
 )
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.observe.files import sync
+from megatron_tlt.observe.files import naming, sync
 
 COMMAND = "convert_hf_to_megatron"
 RELEASE = "release"
@@ -92,7 +93,7 @@ class MegatronConversion:
 def _write_shard(todo: MegatronConversion, file: Path, ranks: Ranks) -> list[WriteResult]:
     """Writes this rank's share of the parameters, each as one chunk."""
     results = []
-    with file.open("wb") as stream:
+    with naming(file), file.open("wb") as stream:
         for slot in slots(todo.source.config, 1)[ranks.rank :: ranks.size]:
             stored = todo.stored(slot)
             whole = shard(todo.source.config, slot, todo.source.read_slot(slot), 0, 1)
@@ -121,9 +122,19 @@ def shard_name(rank: int) -> str:
 
 def _save(value: Any, index: dcp.MetadataIndex, stream: IO[bytes], name: str) -> WriteResult:
     start = stream.tell()
-    torch.save(value, stream)
+    _torch_save(value, stream)
     length = stream.tell() - start
     return WriteResult(index, length, _StorageInfo(name, start, length))
+
+
+def _torch_save(value: Any, stream: IO[bytes]) -> None:
+    """Raises OSError; torch's archive, which cannot be closed after one, hides it behind a RuntimeError."""
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _extra_state_keys(config: ModelConfig) -> list[str]:
@@ -164,12 +175,13 @@ def _write_small_files(todo: MegatronConversion, scratch: Path, shards: dict[str
     common_backend = {"common_backend": "torch", "common_backend_version": 1}
     (inner / BACKEND).write_text(json.dumps(backend | common_backend), encoding="utf-8")
     common = {
-        "args": Namespace(**megatron_arguments(source.config, todo.dtype)),
+        "args": Namespace(**megatron_arguments(source.config), params_dtype=todo.dtype),
         "checkpoint_version": 3.0,
         "iteration": 0,
         "content_metadata": {"format": "torch_dist"},
     }
-    torch.save(common, inner / "common.pt")
+    with naming(inner / COMMON), (inner / COMMON).open("wb") as stream:
+        _torch_save(common, stream)
     manifest = Manifest(
         step=0,
         policy_version=0,
@@ -184,36 +196,3 @@ def _write_small_files(todo: MegatronConversion, scratch: Path, shards: dict[str
     copy_companions(source.directory, scratch)
     (scratch / "config.json").write_text(config_with_dtype(source.hf_config, todo.dtype), encoding="utf-8")
     (scratch / TRACKER).write_text(f"{RELEASE}\n", encoding="utf-8")
-
-
-def megatron_arguments(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Megatron-LM's arguments for this model, as `--use-checkpoint-args` reads them; its defaults are left out."""
-    return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "group_query_attention": config.num_kv_heads != config.num_heads,
-        "num_query_groups": config.num_kv_heads,
-        "kv_channels": config.head_dim,
-        "seq_length": config.max_position_embeddings,
-        "max_position_embeddings": config.max_position_embeddings,
-        "position_embedding_type": "rope",
-        "rotary_base": int(config.rope_theta),
-        "use_rope_scaling": config.rope_scaling is not None,
-        "add_bias_linear": False,
-        "add_qkv_bias": config.qkv_bias,
-        "qk_layernorm": config.qk_norm,
-        "swiglu": True,
-        "normalization": "RMSNorm",
-        "norm_epsilon": config.rms_norm_eps,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-        "padded_vocab_size": config.vocab_size,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "params_dtype": dtype,
-        "ckpt_format": "torch_dist",
-        **({"num_experts": config.num_experts, **expert_fields(config)} if config.num_experts else {}),
-    }

@@ -66,9 +66,13 @@ def model_warnings(directory: str | Path) -> list[str]:
     if read and unread:
         words = f"the weights are read from {shortened(read)}, as transformers does"
         warnings.append(f"{root}: {words}; not read, and perhaps of an older model: {shortened(unread)}")
-    if fields := unread_fields(read_object_if_there(root / "config.json")):
-        warnings.append(f"{root / 'config.json'} sets fields that are not known, and not read: {shortened(fields)}")
-    return warnings
+    return warnings + config_warnings(root / "config.json")
+
+
+def config_warnings(file: Path) -> list[str]:
+    """What is left out of a config.json that can be read."""
+    fields = unread_fields(read_object_if_there(file))
+    return [f"{file} sets fields that are not known, and not read: {shortened(fields)}"] if fields else []
 
 
 def shards(directory: str | Path) -> dict[str, Path] | None:

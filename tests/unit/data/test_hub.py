@@ -197,6 +197,9 @@ def test_every_field_that_takes_a_name_is_known(settings: list[str]) -> None:
     fields = {named.field for named in names_of(configured([*settings, *own]))}
     drafter = "rollout.speculation.drafter_path"
     assert fields == {"model.path", "model.tokenizer", drafter, "data.train.path", "data.eval.path"}
+    for backend, content in (("embedded", "companions"), ("vllm", "companions"), ("trtllm", "model")):
+        start = configured([*settings, "model.megatron_path=mg", f"rollout.backend={backend}"])
+        assert names_of(start)[0].content == content, "TensorRT-LLM starts with the weights in model.path"
     files = configured([*settings, "data.eval={kind: jsonl, path: a/rows}"])
     assert "data.eval.path" not in {named.field for named in names_of(files)}
     sft = {"train_path": "a/rows@v1", "eval_path": "a/rows", "out": "o", "subset": "main"}

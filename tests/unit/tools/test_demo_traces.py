@@ -25,7 +25,7 @@ def test_a_sum_is_worked_column_by_column_units_first(expression, scratchpad, an
 
 
 def test_every_trace_satisfies_its_verifier_and_a_wrong_answer_does_not(examples):
-    datasets = {spec.label: demo_traces.open_dataset(spec, 0, 1) for spec in demo_traces.MIX}
+    datasets = {task.name: demo_traces.open_dataset(task, 0, 1) for task in demo_traces.MIX}
     for example in examples:
         dataset = datasets[example.task]
         assert demo_traces.is_correct(dataset, example.completion, example.entry)

@@ -1,5 +1,6 @@
 """Problems of inputs are found together with those of the layout."""
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import (
+    _problems_of_large_files,
     check_on,
     check_report,
     input_problems,
@@ -353,10 +355,21 @@ def test_a_megatron_checkpoint_is_looked_at_before_a_run(tmp_path):
     for shard in (tmp_path / "model").glob("*.safetensors"):
         shard.unlink()  # the run does not start from them
     config = starting_from(tmp_path, megatron_path=str(mg))
-    assert "Ranks: 1" in check_report(config, 1)
+    about = tmp_path / "model/config.json"
+    about.write_text(about.read_text().replace("{", '{"unheard_of": 3, ', 1))
+    report = check_report(config, 1)
+    assert "Ranks: 1" in report and f"warning: {about} sets fields that are not known" in report
+    assert "norms were not compared" not in report
+    foreign = shutil.copytree(mg, tmp_path / "foreign")
+    for name in ("manifest.json", "common.pt"):
+        (foreign / "release" / name).unlink()
+    assert "norms were not compared" in check_report(starting_from(tmp_path, megatron_path=str(foreign)), 1)
     assert "not on this machine: model.megatron_path" in check_report(
         starting_from(tmp_path, megatron_path="not/here"), 1, elsewhere=True
     )
+    served = config.model_copy(update={"rollout": config.rollout.model_copy(update={"backend": "trtllm"})})
+    found = _problems_of_large_files(served, "cuda")
+    assert [p.path for p in found] == ["model.path"] and "names files that are missing" in str(found[0])
     save_hf(tmp_path / "qwen2", other, random_weights(other))
     save_letters(tmp_path / "qwen2")
     wrong = starting_from(tmp_path, path=str(tmp_path / "qwen2"), megatron_path=str(mg))

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_tlt.backends import remote_weights
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
+from megatron_tlt.backends.trtllm.server import new_totals
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
@@ -49,6 +50,19 @@ def test_steps_and_drafts_are_counted_by_the_engine(backend: TrtllmBackend) -> N
     assert stats.speculation.accept_length == 2.0
     assert backend.take_stats().steps == 0
     assert backend._asleep, "memory is given back between rollouts"
+
+
+def test_statistics_that_are_empty_are_a_warning_once(
+    backend: TrtllmBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of TensorRT-LLM's Ray executor; not where nothing was generated."""
+    monkeypatch.setattr(backend.process, "call", lambda kind: {"totals": new_totals(), "error": None})
+    monkeypatch.setattr(backend, "_warned", False)
+    for tokens, warnings in ((0, 0), (7, 1), (7, 1)):
+        backend._stats.generated_tokens = tokens
+        assert backend.take_stats().steps == 0
+        assert len(caplog.messages) == warnings
+    assert "counts of steps and drafts are incomplete, or 0: get_stats is empty" in caplog.text
 
 
 def test_a_drafter_that_arrives_with_other_bytes_is_refused(

@@ -57,7 +57,7 @@ def settings(folder: Path, **fields: Any) -> tuple[RolloutSection, ModelSection]
         ({"engine": {"max_inputs": 3}}, BackendError, "unexpected argument 'max_inputs'"),
     ],
 )
-def test_errors_are_reported_and_no_process_stays(
+def test_errors_are_reported_and_no_process_stays_but_the_log_of_a_failed_start(
     tmp_path: Path,
     logs: Path,
     started: list[Any],
@@ -65,10 +65,15 @@ def test_errors_are_reported_and_no_process_stays(
     error: type[Exception],
     message: str,
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as caught:
         build_backend(EngineOptions(*settings(tmp_path, **fields), SyncSection(), device="cpu"))
     assert not any(process.is_alive or process.shared.path.exists() for process in started)
-    assert list(logs.iterdir()) == []
+    left = list(logs.iterdir())
+    assert len(left) == (error is BackendError)
+    for log in left:
+        assert f"the end of its log ({log}):\n" in str(caught.value)
+        assert "Traceback" in str(caught.value) and "Traceback" in log.read_text()
+        log.unlink()
 
 
 @pytest.mark.parametrize(("sleeps", "called"), [(False, ["start"]), (True, ["start", "release"])])

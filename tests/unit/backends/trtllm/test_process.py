@@ -61,7 +61,7 @@ def child(folder: Path, data: bytes, again: bytes = b"") -> str:
         ),
     ],
 )
-def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
+def test_a_child_with_a_wrong_hello_is_killed_and_leaves_its_log(
     tmp_path: Path, logs: Path, data: bytes, message: str
 ) -> None:
     started = time.monotonic()
@@ -73,7 +73,9 @@ def test_a_child_with_a_wrong_hello_is_killed_and_leaves_nothing(
     pid = int(str(caught.value).split("(process ")[1].split(")")[0])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert list(logs.iterdir()) == []
+    (log,) = logs.iterdir()
+    assert f"log ({log})" in str(caught.value) and log.read_text() == "the child was here\n"
+    log.unlink()
 
 
 @pytest.mark.parametrize(

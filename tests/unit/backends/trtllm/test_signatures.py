@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trtllm_signatures import names_of, read_module
+from trtllm_signatures import read_module
 
 from megatron_tlt.backends.entries import DEVICE
 from megatron_tlt.backends.trtllm.args import build_sampling_params
 from megatron_tlt.types import SamplingParams
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_toy import SIGNATURES
+from tests.helpers.trtllm_toy import SIGNATURES, names_of
 
 HERE = ROOT / "megatron_tlt/backends/trtllm"
 RECORDS = sorted(SIGNATURES.glob("*.json"))

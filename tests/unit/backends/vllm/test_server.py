@@ -95,13 +95,13 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
     return Talk(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("what", ["add_request", "step", "tlt_end", "save_file"])
+@pytest.mark.parametrize("what", ["add_request", "step", "tlt_end", "write_shared"])
 def test_a_failure_of_the_engine_ends_the_process(
     talk: Talk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
 ) -> None:
     ends: list[int] = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    monkeypatch.setattr(server, "save_file", lambda kept, path: talk.engine._call("save_file"))
+    monkeypatch.setattr(server, "write_shared", lambda path, kept: talk.engine._call("write_shared"))
 
     async def go() -> None:
         await talk.start()

@@ -148,6 +148,33 @@ def test_a_checkpoint_of_adapters_is_described_and_verified(place, tmp_path, cap
     assert "DAMAGED: " in (found := capsys.readouterr().err) and "__0_0.distcp was altered" in found
 
 
+def test_what_is_left_out_or_not_compared_is_said(place, tmp_path, capsys):
+    hf, mg, back = (str(tmp_path / name) for name in ("hf", "mg", "back"))
+    shutil.copytree(place / "hf", hf)
+    about = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(about | {"unheard_of": 3}))
+    foreign = ["--config", hf, str(place / "foreign")]
+    padding, compared = "125 of 256 vocabulary rows left out (padding)", "norms were not compared"
+    for tool, arguments, says in (
+        (convert_hf_to_megatron, ["--hf", hf, "--out", mg], "takes no --norm-epsilon 1e-06 --qk-layernorm: give"),
+        (convert_megatron_to_hf, ["--megatron", mg, "--out", back], "wrote"),
+        (convert_megatron_to_hf, ["--out", back + "2", *foreign[:2], "--megatron", foreign[2]], padding),
+        (inspect_checkpoint, [hf, "--quick"], "Hugging Face directory"),
+        (inspect_checkpoint, [*foreign, "--quick"], padding),
+    ):
+        assert tool.main(arguments) == 0
+        said = capsys.readouterr().out
+        assert says in said and "config.json sets fields that are not known, and not read: unheard_of" in said
+        assert (compared in said) == (padding in said), "our own manifest is compared"
+
+
+def test_a_checkpoint_of_a_run_is_for_export(place, tmp_path, capsys):
+    step = as_step(place / "mg", tmp_path / "step-000010", 10)
+    there = ["--megatron", str(step), "--config", str(place / "hf"), "--out", str(tmp_path / "back")]
+    assert convert_megatron_to_hf.main(there) == 2
+    assert "is a checkpoint of a run, which `megatron-tlt export CONFIG --out DIR` writes" in capsys.readouterr().err
+
+
 def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypatch):
     hf, out, back = str(place / "hf"), str(tmp_path / "mg"), str(tmp_path / "back")
     there = ["--hf", hf, "--out", out]

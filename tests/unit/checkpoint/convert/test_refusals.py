@@ -23,6 +23,7 @@ from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, ConfigError
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
+from tests.helpers.disk import files_of_at_most
 from tests.helpers.mpi import ROOT, fork_command, rank_environment
 
 
@@ -141,6 +142,8 @@ def test_what_is_no_distributed_checkpoint_is_refused(tmp_path, mg):
     not_read(tmp_path / "old", "old format (mp_rank_*)", "torch_dist")
     (mg / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     not_read(mg, "'zarr'", "only 'torch_dist'")
+    (mg / "release" / "metadata.json").unlink()
+    not_read(mg, "torch_dcp or fsdp_dtensor; only torch_dist is read: save again with --ckpt-format torch_dist")
 
 
 class _Evil:
@@ -155,6 +158,44 @@ def test_metadata_runs_no_code(mg):
     not_read(mg, ".metadata cannot be read")
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, None),
+        ({"norm_epsilon": 1e-5}, "norm_epsilon is 1e-05, not 1e-06"),
+        ({"rotary_base": 500000}, "rotary_base is 500000, not 10000"),
+        ({"rope_scaling_factor": 8.0}, None),  # of no scaling: Megatron-LM's default
+        ({"use_rope_scaling": True}, "use_rope_scaling is True, not False"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5, not 1.0"),
+        ({"rotary_interleaved": True}, "rotary_interleaved is True, not False"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True, not False"),
+        ({"add_bias_linear": True}, "add_bias_linear is True, not False"),
+        ({"num_query_groups": 1, "group_query_attention": False}, "num_query_groups is 6, not 2"),
+        ({"vocab_size": 130, "padded_vocab_size": 256}, None),
+        ({"vocab_size": 200, "padded_vocab_size": 256}, "vocab_size is 200, above 131: rows of tokens would be lost"),
+    ],
+)
+def test_arguments_of_another_model_are_refused(source, tmp_path, more, words):
+    """Two of the checkpoint's arguments are instances of classes that are not known here: of nothing its code runs."""
+    hf, model, mg = source
+    own = vars(torch.load(mg / "release" / "common.pt", weights_only=False)["args"])
+    arguments = own | {"attention_backend": signal.SIGTERM, "spoiled": _Evil()} | more
+    save_foreign(tmp_path / "mg", naive_megatron(model, 256), iteration=7, arguments=arguments)
+    if words is not None:
+        not_read(tmp_path / "mg", f"arguments in common.pt: {words}", config=hf)
+    else:
+        assert not HfConversion.plan(tmp_path / "mg", None, config=hf).source.warnings()
+
+
+@pytest.mark.parametrize("content", [None, b"rubbish", pickle.dumps({"args": 3})], ids=["none", "rubbish", "other"])
+def test_arguments_that_cannot_be_read_are_a_warning(source, tmp_path, content):
+    save_foreign(tmp_path / "mg", naive_megatron(source[1], 131))
+    if content is not None:
+        (tmp_path / "mg" / "common.pt").write_bytes(content)
+    (warning,) = HfConversion.plan(tmp_path / "mg", None, config=source[0]).source.warnings()
+    assert "common.pt has no arguments" in warning and "epsilon and kind of norms were not compared" in warning
+
+
 # ---- output
 
 
@@ -167,6 +208,14 @@ def test_an_output_that_does_not_fit_is_refused(source, tmp_path, monkeypatch):
             patch.setattr(atomic.shutil, "disk_usage", lambda path, usage=usage: usage)
             with pytest.raises(CheckpointError, match=r"needs .* but only .* are free"):
                 todo.write(tmp_path / "out", SingleProcess())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "model.safetensors"])
+def test_a_disk_that_is_full_behind_the_check_is_named(source, tmp_path, file):
+    there, back = MegatronConversion.plan(source[0], None), HfConversion.plan(source[2], None)
+    with files_of_at_most(20_000), pytest.raises(CheckpointError, match=rf"File too large: '.*/{file}'$"):
+        (there if file == "__0_0.distcp" else back).write(tmp_path / "out", SingleProcess())
     assert list(tmp_path.iterdir()) == []
 
 

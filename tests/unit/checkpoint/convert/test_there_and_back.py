@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
@@ -66,6 +70,26 @@ def test_a_checkpoint_of_another_program_converts(models, tmp_path, family):
     tensors = naive_megatron(model, padded_vocab=256)
     tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(4)
     save_foreign(tmp_path / "mg", tensors, None if family == "llama" else 1200)
+    HfConversion.plan(tmp_path / "mg", None, config=hf).write(tmp_path / "hf", SingleProcess())
+    found = dict(iter_weights(tmp_path / "hf"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(hf))
+
+
+@pytest.mark.parametrize("version", ["0.14", "0.15"])
+def test_a_checkpoint_of_an_older_megatron_converts(models, tmp_path, monkeypatch, version):
+    """Its .metadata names classes that megatron-core does not have any more."""
+    hf, model = models["qwen3"]
+    save_foreign(tmp_path / "mg", naive_megatron(model, padded_vocab=256))
+    module = ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    for name, base in (("MCoreSavePlan", SavePlan), ("MCoreMetadata", Metadata)):
+        setattr(module, name, type(name, (base,), {"__module__": module.__name__}))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    metadata = TorchDistReader(tmp_path / "mg").metadata
+    metadata.all_local_plans = [module.MCoreSavePlan([])]
+    vars(metadata.all_local_plans[0])["mcore_data"] = {"optimizer.state": {"shape": (3,)}}
+    if version == "0.15":
+        metadata.__class__ = module.MCoreMetadata
+    (tmp_path / "mg" / ".metadata").write_bytes(pickle.dumps(metadata))
     HfConversion.plan(tmp_path / "mg", None, config=hf).write(tmp_path / "hf", SingleProcess())
     found = dict(iter_weights(tmp_path / "hf"))
     assert all(torch.equal(found[name], tensor) for name, tensor in iter_weights(hf))

@@ -1,0 +1,115 @@
+"""Megatron-LM's arguments of a model in a checkpoint's common.pt: written, and compared with config.json."""
+
+from __future__ import annotations
+
+import pickle
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_tlt.actor.hf_names import expert_fields
+from megatron_tlt.models.hf.config import ModelConfig
+
+COMMON = "common.pt"
+# Arguments of the model that names and shapes of tensors leave open.
+_COMPARED = (
+    "num_attention_heads", "num_query_groups", "kv_channels", "add_bias_linear", "swiglu", "position_embedding_type",
+    "rotary_base", "use_rope_scaling", "rope_scaling_factor", "normalization", "norm_epsilon",
+    "moe_router_topk", "moe_router_pre_softmax",
+)  # fmt: skip
+# Arguments of computations that no model here has, with their values where these are off.
+_OFF = {
+    "apply_layernorm_1p": False,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "rotary_seq_len_interpolation_factor": 1,
+    "no_rope_freq": None,
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+}
+
+
+class _Unread:
+    """In place of an instance of a class that is not known; keeps nothing of it."""
+
+    def __init__(self, *_: Any):
+        """Takes whatever the class takes."""
+
+    def __setstate__(self, _: Any) -> None:
+        """Takes whatever the class takes."""
+
+
+def read_arguments(directory: Path) -> dict[str, Any] | None:
+    """The arguments in a checkpoint's common.pt; None if there are none or they cannot be read. Runs no code of it."""
+    file = directory / COMMON
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # not what megatron has registered
+        classes: list[Any] = [(Namespace if name == "argparse.Namespace" else _Unread, name) for name in unknown]
+        with torch.serialization.safe_globals(classes):  # its end removes them
+            return vars(torch.load(file, map_location="cpu", weights_only=True)["args"])
+    except (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError, RuntimeError,
+            pickle.UnpicklingError):  # fmt: skip
+        return None
+
+
+def argument_problems(found: dict[str, Any], config: ModelConfig) -> list[str]:
+    """Arguments of a checkpoint (`read_arguments`) under which its tensors are not the model of `config`."""
+    wanted = {name: value for name, value in megatron_arguments(config).items() if name in _COMPARED} | _OFF
+    found = dict(found)
+    if not found.get("group_query_attention", True):
+        found["num_query_groups"] = found.get("num_attention_heads")
+    if not found.get("use_rope_scaling"):
+        found.pop("rope_scaling_factor", None)
+    both = [(name, found.get(name), value) for name, value in wanted.items()]
+    problems = [f"{name} is {own!r}, not {value!r}" for name, own, value in both if own not in (None, value)]
+    if (found.get("vocab_size") or 0) > config.vocab_size:
+        problems.append(f"vocab_size is {found['vocab_size']}, above {config.vocab_size}: rows of tokens would be lost")
+    return problems
+
+
+def megatron_arguments(config: ModelConfig) -> dict[str, Any]:
+    """Megatron-LM's arguments for this model, under the names that it has in common.pt; its defaults are left out."""
+    scaling = config.rope_scaling
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "group_query_attention": config.num_kv_heads != config.num_heads,
+        "num_query_groups": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "seq_length": config.max_position_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": int(config.rope_theta),
+        "use_rope_scaling": scaling is not None,
+        **({} if scaling is None else {"rope_scaling_factor": scaling.factor}),
+        "add_bias_linear": False,
+        "add_qkv_bias": config.qkv_bias,
+        "qk_layernorm": config.qk_norm,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.rms_norm_eps,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "padded_vocab_size": config.vocab_size,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "ckpt_format": "torch_dist",
+        **({"num_experts": config.num_experts, **expert_fields(config)} if config.num_experts else {}),
+    }
+
+
+def flags_to_give(config: ModelConfig) -> list[str]:
+    """The flags of this model that `--use-checkpoint-args` of Megatron-LM does not take from common.pt."""
+    flags, scaling = [f"--norm-epsilon {config.rms_norm_eps}"], config.rope_scaling
+    flags += ["--qk-layernorm"] if config.qk_norm else []
+    flags += ["--moe-shared-expert-gate"] if config.shared_expert_intermediate_size else []
+    if scaling is not None:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {scaling.factor}")
+    return flags
