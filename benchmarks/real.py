@@ -52,6 +52,7 @@ from lib.training_runs import Rows, launch, train
 sys.path.insert(0, str(ROOT))
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import load_config
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.distributed.together import SingleProcess
@@ -130,6 +131,11 @@ class Chain:
                 raise SystemExit(f"{path} is not there: run the parts before this one first")
 
 
+def anew(out: Path) -> list[str]:
+    """What a training needs to replace a finished one in `out`; one that is not finished goes on."""
+    return [] if (out / UNFINISHED).is_dir() else ["checkpoint.resume=never"]
+
+
 def make_model(chain: Chain) -> Found:
     """SmolLM2's directory, or a look at the given one."""
     if chain.args.model is None:
@@ -148,7 +154,7 @@ def cold_start(chain: Chain) -> Found:
     real_data.write_solutions(source, 3000, solutions, seed=10**9)
     real_data.write_solutions(source, 24, held_out, seed=2 * 10**9)
     paths = [f"model.path={chain.model}", f"sft.train_path={solutions}", f"sft.eval_path={held_out}"]
-    settings = [f"sft.out={chain.policy}", f"actor.dtype={chain.args.dtype}"]
+    settings = [f"sft.out={chain.policy}", f"actor.dtype={chain.args.dtype}", *anew(chain.policy)]
     steps = ["sft.num_steps=8"] if chain.args.quick else []
     chain.command(chain.args.ranks, "sft", SFT, *paths, *settings, *steps)
     return [], {}
@@ -158,7 +164,7 @@ def first_drafter(chain: Chain) -> Found:
     """A drafter of the cold-started policy's responses."""
     chain.need(chain.policy)
     few = ["num_prompts=8", "samples_per_prompt=1", "num_steps=4", "eval_prompts=4"] if chain.args.quick else []
-    options = chain.options(chain.policy, *(f"drafter.{setting}" for setting in few))
+    options = [*chain.options(chain.policy, *(f"drafter.{setting}" for setting in few)), *anew(chain.drafter)]
     chain.command(chain.args.ranks, "drafter", "train", CONFIG, "--out", chain.drafter, *options)
     return [], {}
 

@@ -26,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_tlt.config.checks.files import note_maker, output_directory_problems
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.models.hf.writer import save_hf
@@ -238,7 +239,8 @@ def sft_command(args: argparse.Namespace) -> list[str]:
         f"sft.out={args.out}",
     ]
     fewer = STUDENT_TRAINING if args.student else ()
-    return [*program, str(args.config), *overrides, *fewer, *args.override]
+    anew = [] if (args.out / UNFINISHED).is_dir() else ["checkpoint.resume=never"]  # else it replaces nothing finished
+    return [*program, str(args.config), *overrides, *anew, *fewer, *args.override]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -65,7 +65,8 @@ def _run(body: Body, args: argparse.Namespace) -> int:
     if args.action == "eval":
         problems = output_file_problems("--out", args.out, MEASURED, (*sources, args.config))
     else:
-        problems = output_directory_problems("--out", args.out, "drafter train", sources)
+        anew = config.checkpoint.resume == "never"
+        problems = output_directory_problems("--out", args.out, "drafter train", sources, replaces=anew)
     if problems:
         raise ConfigError(problems)
     unfinished = args.out / UNFINISHED if args.action == "train" else None

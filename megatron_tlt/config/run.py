@@ -83,8 +83,9 @@ class SftCheckpointSection(CheckpointSection):
     keep: PositiveInt = 1
     """Newest checkpoints kept."""
     resume: Resume = "auto"
-    """auto: from the newest of an unfinished run when there is one; never; or the path of one checkpoint. One of
-    another model or adapter, of other records or of another order of them is refused."""
+    """auto: from the newest of an unfinished run when there is one; never, which alone replaces a finished `sft.out`;
+    or the path of one checkpoint. One of another model or adapter, of other records or of another order of them is
+    refused."""
 
 
 class ShutdownSection(Section):

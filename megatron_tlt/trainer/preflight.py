@@ -149,8 +149,8 @@ def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> lis
     """Problems with the directory that a run, or fine-tuning, writes."""
     if config.records is None:
         return output_directory_problems("train.run_dir", str(config.state_dir), "train", (), must_be_writable)
-    sources = [place.value for place in places(config.model)]
-    return output_directory_problems("sft.out", config.records.out, "sft", sources, must_be_writable)
+    sources, anew = [place.value for place in places(config.model)], config.checkpoint.resume == "never"
+    return output_directory_problems("sft.out", config.records.out, "sft", sources, must_be_writable, anew)
 
 
 def _first_prompt(config: Config) -> Prompt | None:

@@ -23,6 +23,7 @@ from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.errors import CheckpointError, DataError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
+from megatron_tlt.observe.jsonl import StepFile
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
     from megatron_tlt.resilience.signals import StopSignals
+
+LOSSES_FILE = "losses.jsonl"  # in `sft.out`: a row a step
+_LINES = 20  # of a training, beside those of its evaluations
 
 
 class CompletionLoss:
@@ -97,6 +101,7 @@ class SftTrainer(Job):
     name = "sft"
     config: SftConfig
     done = 0
+    _rows: StepFile | None = None  # of rank 0
 
     def __init__(self, config: SftConfig, world: World, tokenizer: HFTokenizer, signals: StopSignals | None = None):
         """Collective. Raises DataError for a bad record, RunDirectoryError if another job writes the same OUT."""
@@ -142,6 +147,7 @@ class SftTrainer(Job):
         self.progress = build_progress("auto", sft.num_steps, self.world.rank)
         self._steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self.done, None)
         self._started, self._tokens = time.perf_counter(), 0
+        self._rows = StepFile(Path(sft.out) / LOSSES_FILE, self.done) if self.world.is_main else None
         return True
 
     def step(self) -> None:
@@ -155,8 +161,7 @@ class SftTrainer(Job):
         out = self.policy.train_step(self._share(sequences))
         self.done = step
         self._tokens += sum(s.trajectory.length for s in sequences)
-        if step % sft.eval_every == 0 or step == sft.num_steps:
-            self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
+        self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
         if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
             self.world.enter("save", step)
             self._write()
@@ -181,6 +186,7 @@ class SftTrainer(Job):
             shutil.rmtree(finished, ignore_errors=True)
             self.state_dir.rename(finished)
             shutil.rmtree(finished, ignore_errors=True)
+            print(f"wrote {self.config.sft.out}", flush=True)
 
     def _write(self) -> None:
         config, out = self.config, Path(self.config.sft.out)
@@ -208,8 +214,18 @@ class SftTrainer(Job):
         return TrainBatch([mine], [sum(float(s.loss_mask.sum()) for s in sequences)])
 
     def _report(self, step: int, metrics: dict[str, float], tokens_per_s: float) -> None:
-        held_out = self.evaluate()
-        shown = {"loss": metrics["loss"]} | ({"held-out": held_out} if self._eval else {})
-        shown |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
-        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        self.note(f"step {step}/{self.config.sft.num_steps}  {text}")
+        """Evaluates where it is due, and writes the step's row; some of them are shown. Collective."""
+        sft = self.config.sft
+        is_due = step % sft.eval_every == 0 or step == sft.num_steps
+        row = {"loss": metrics["loss"]} | ({"held-out": self.evaluate()} if is_due and self._eval else {})
+        row |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
+        if self._rows is not None:
+            self._rows.write_rows(step, row | {"grad_norm": metrics["grad_norm"]})
+        if is_due or step % max(1, sft.num_steps // _LINES) == 0:
+            text = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
+            self.note(f"step {step}/{sft.num_steps}  {text}")
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+        super().close()

@@ -108,6 +108,7 @@ def tuning(run):
     }
     (folder / "sft.yaml").write_text(yaml.safe_dump(tree))
     done = command(2, "sft", folder / "sft.yaml")
+    assert done.stdout.endswith(f"wrote {folder / 'out'}\n")
     losses = [float(x.split("held-out")[1].split()[0]) for x in done.stdout.splitlines() if "held-out" in x]
     return folder / "sft.yaml", losses
 
@@ -150,4 +151,6 @@ def test_sft_goes_on_where_it_was_stopped(tuning, tmp_path, name, says):
     assert f"sft step {resumed}/8" not in done.stdout and "sft step 8/8" in done.stdout
     whole, again = (dict(iter_weights(folder / "out")) for folder in (config.parent, tmp_path))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+    rows = map(json.loads, (tmp_path / "out/losses.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows] == list(range(1, 9))
     assert not [*tmp_path.glob("out/*unfinished")]

@@ -1,8 +1,8 @@
 """Places where a command will write: problems with them, found before anything is made.
 
 One rule for all commands: an output replaces what the same command made before, an empty directory or file, or nothing;
-never what the command reads. A directory says by `made_by.json` which command made it, a run's by its config.json; a
-file by its first bytes.
+never what the command reads. A training replaces what it has finished only where it begins anew. A directory says by
+`made_by.json` which command made it, a run's by its config.json; a file by its first bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.config.json_reader import read_object
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
 
 MADE_BY = "made_by.json"
@@ -40,7 +41,7 @@ def maker_of(directory: Path) -> str | None:
         return "train" if _object(directory / "config.json").keys() >= _RUN_SECTIONS else None
     if (directory / "lock").is_file():
         return "train"
-    begun = _object(directory / "unfinished" / "config.json").keys()
+    begun = _object(directory / UNFINISHED / "config.json").keys()
     if "sft" in begun:
         return "sft"
     return "drafter train" if begun >= _RUN_SECTIONS else None
@@ -70,16 +71,26 @@ def output_directory_problems(
     command: str,
     sources: Iterable[str | Path | None] = (),
     must_be_writable: bool = True,
+    replaces: bool = True,
 ) -> list[ConfigProblem]:
     """Problems with making `path`, or with writing into it where it exists. Creates nothing.
 
     `command`: what writes there. `sources`: what it reads. Without `must_be_writable` a directory that cannot be
-    written to is no problem: a login node may not have the file system of the ranks.
+    written to is no problem: a login node may not have the file system of the ranks. `replaces`: whether it may replace
+    what it has finished there, and not only go on with what it has not.
     """
     problems = _place_problems(field, path, Path(path), must_be_writable)
-    if not problems and Path(path).is_dir() and (problem := _content_problem(Path(path), command, sources)):
-        problems = [ConfigProblem(field, str(path), problem)]
-    return problems
+    if problems or not Path(path).is_dir():
+        return problems
+    problem = _content_problem(Path(path), command, sources)
+    if problem is None and not replaces and _is_finished(Path(path)):
+        problem = f"holds what `{command}` has finished: name another directory; checkpoint.resume=never replaces it"
+    return [] if problem is None else [ConfigProblem(field, str(path), problem)]
+
+
+def _is_finished(out: Path) -> bool:
+    """Whether a training has written its output, and has not begun anew."""
+    return (out / MADE_BY).is_file() and not (out / UNFINISHED).is_dir()
 
 
 def _content_problem(out: Path, command: str, sources: Iterable[str | Path | None]) -> str | None:

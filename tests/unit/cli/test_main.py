@@ -120,20 +120,27 @@ def test_those_who_look_at_runs_name_what_is_wrong(tmp_path, capsys, arguments, 
 
 
 INTERRUPTED = """
-import os, signal, sys
-from megatron_tlt.cli.main import main
+import os, runpy, signal, sys
 class Finder:
-    def find_spec(name, path, target=None):
-        if name == "torch":
+    def find_spec(name, path, target=None, stop=sys.argv[1]):
+        if name == stop:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder)
-main(["eval", "configs/quickstart.yaml"])
+sys.argv = ["megatron-tlt", "eval", "configs/quickstart.yaml"]
+runpy.run_module("megatron_tlt", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "megatron-tlt: ended by Ctrl-C\n"), ("1", "")])
-def test_ctrl_c_in_an_import_is_one_line(rank, said):
+@pytest.mark.parametrize(
+    ("module", "rank", "said"),
+    [
+        ("torch", "0", "megatron-tlt: ended by Ctrl-C\n"),
+        ("torch", "1", ""),
+        ("megatron_tlt.cli.export", "0", ""),  # before there is a command
+    ],
+)
+def test_ctrl_c_in_an_import_is_one_line(module, rank, said):
     """Of the first rank, and without tearing down an interpreter that has half of torch."""
-    command, environment = [sys.executable, "-c", INTERRUPTED], os.environ | {"PMI_SIZE": "2", "PMI_RANK": rank}
+    command, environment = [sys.executable, "-c", INTERRUPTED, module], os.environ | {"PMI_SIZE": "2", "PMI_RANK": rank}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", said)

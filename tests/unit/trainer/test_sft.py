@@ -3,6 +3,7 @@
 import json
 import shutil
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,8 @@ from megatron_tlt.config.root import SftConfig, SftSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
-from megatron_tlt.trainer.sft import _fingerprint, read_records, steps_of
+from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.trainer.sft import LOSSES_FILE, SftTrainer, _fingerprint, read_records, steps_of
 from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 
@@ -133,3 +135,20 @@ def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):
     assert first != sorted(first) and first != taken[20:40]
     again = [s.trajectory.prompt_id for step in islice(steps_of(sequences, 16, seed=3), 12) for s in step]
     assert again == taken
+
+
+def test_a_training_is_shown_in_some_lines_and_each_step_has_a_row(tmp_path, capsys):
+    """Also one that is shorter than the interval of evaluations."""
+    sft = {"train_path": "r.jsonl", "out": str(tmp_path), "num_steps": 60, "eval_every": 50}
+    trainer = SftTrainer.__new__(SftTrainer)
+    trainer.config = SftConfig.model_validate({"model": {"path": "m"}, "sft": sft})
+    trainer.world, trainer._eval, trainer.evaluate = SimpleNamespace(is_main=True), [None], lambda: 0.5
+    trainer._rows = StepFile(tmp_path / LOSSES_FILE)
+    for step in range(1, 61):
+        trainer._report(step, {"loss": 1 / step, "lr": 1e-3, "grad_norm": 2.0}, 100.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "sft step 3/60  loss 0.3333  lr 0.001  tokens/s 100" and len(lines) == 21
+    assert lines[-1] == "sft step 60/60  loss 0.01667  held-out 0.5  lr 0.001  tokens/s 100"
+    rows = [json.loads(line) for line in (tmp_path / LOSSES_FILE).read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["step"] for row in rows if "held-out" in row] == [50, 60]
