@@ -139,12 +139,16 @@ class BackendError(TltError):
     """A rollout engine that cannot serve: bad request, dead process, torn weights."""
 
 
+class SharedError(TltError):
+    """An error that every rank raises at the same point, so that all can save what is done before they end."""
+
+
 class RewardError(TltError):
     """A reward function that cannot be loaded (its failure on some responses is recorded, not raised)."""
 
 
-class UnjudgedError(RewardError):
-    """A rollout in which every reward failed on every response. Of every rank alike."""
+class UnjudgedError(RewardError, SharedError):
+    """A rollout in which every reward failed on every response."""
 
 
 class EnvError(TltError):
@@ -152,8 +156,8 @@ class EnvError(TltError):
     recorded, not raised)."""
 
 
-class OpeningError(EnvError):
-    """An environment that gave no opening text for a prompt. Of every rank alike."""
+class OpeningError(EnvError, SharedError):
+    """An environment that gave no opening text for a prompt."""
 
 
 class UserCodeError(TltError):
@@ -176,9 +180,8 @@ class RunDirectoryError(TltError):
     """A run directory that another job is using."""
 
 
-class TrainingError(TltError):
-    """Training that cannot go on: its updates are not finite any more, or no step finds a group with a gradient. Of
-    every rank alike."""
+class TrainingError(SharedError):
+    """Training that cannot go on: its updates are not finite any more, or no step finds a group with a gradient."""
 
 
 class DrafterError(TltError):

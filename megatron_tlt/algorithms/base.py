@@ -34,7 +34,7 @@ class RewardTable:
     sample_index: Ints  # [N]
     reward: Floats  # [N], after shaping
     length: Ints  # [N], response tokens that the policy drew
-    truncated: npt.NDArray[np.bool_]  # [N], cut off at max_tokens
+    truncated: npt.NDArray[np.bool_]  # [N], a limit has ended it (`Sample.is_truncated`)
     aborted: npt.NDArray[np.bool_]  # [N], its environment failed: no loss, and no part in others' advantages
     kl_sum: Floats  # [N], sum of the sample's per-token KL; zeros when unused
 

@@ -120,6 +120,7 @@ def _read_part(config: Config, args: argparse.Namespace) -> Config:
 
     plain = config.rollout.model_copy(update={"speculation": SpeculationSection()})
     waiting = config.idle.model_copy(update={"train_drafter": False})
+    # Of those of the run nothing is read, and their files may be elsewhere.
     any_rewards = RewardSection(functions=(RewardConfig(name="format", pattern=""),))
     plain_config = config.model_copy(update={"rollout": plain, "idle": waiting, "rewards": any_rewards})
     generates = args.action == "train" and config.drafter.responses_path is None

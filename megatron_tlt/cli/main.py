@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 
 from megatron_tlt.cli.check import add_check
@@ -73,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED
         report = partial(_report, error, code)
         if args.command in _ON_RANKS and detect_launch().size != 1 and not has_started():
-            start_mpi(code, report)
+            with suppress(Exception):  # MPI that does not start must not hide the error
+                start_mpi(code, report)
         report()
         return code
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK, SAVED
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK, SAVED
 from megatron_tlt.errors import ConfigError, DataError, DistributedError, RewardError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
@@ -74,6 +74,11 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         world.refuse(outcome, detail)
         world.leave_refused(code)
         return code
+    except KeyboardInterrupt:
+        if world.is_main:
+            print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
+        note_exit(INTERRUPTED)
+        world.abort(INTERRUPTED, "ended by Ctrl-C")
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
@@ -121,6 +126,6 @@ def failure_text(world: World, error: BaseException, behind: dict[int, str] | No
         ranks = [f"rank {rank} (still in {phase})" for rank, phase in behind.items()]
         missing = "; ".join(ranks) or "none: every rank reached this phase"
         lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {missing}")
-    if not isinstance(error, TltError | KeyboardInterrupt) and not is_of_the_machine(error):
+    if not isinstance(error, TltError) and not is_of_the_machine(error):
         lines.append("".join(traceback.format_exception(error)))
     return printable("\n".join(lines))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_tlt.observe.jsonl import JsonRow
 
@@ -50,9 +50,9 @@ class EqualRewards:
         self._algorithm, self._is_known = algorithm, False
         self._last: deque[Mapping[str, float]] = deque(maxlen=_STEPS)
 
-    def check(self, row: Mapping[str, float], samples: Sequence[JsonRow]) -> str | None:
-        """The warning if it is new after a step with the metrics `row`; `samples`: rows of samples.jsonl of it."""
+    def check(self, row: Mapping[str, float], samples: Callable[[], Sequence[JsonRow]]) -> str | None:
+        """The warning if it is new after a step with the metrics `row`; `samples` gives rows of samples.jsonl of it."""
         self._last.append(row)
-        was_known, found = self._is_known, equal_rewards_warning(tuple(self._last), self._algorithm, samples)
-        self._is_known = found is not None
-        return None if was_known else found
+        was_known, steps = self._is_known, tuple(self._last)
+        self._is_known = equal_rewards_warning(steps, self._algorithm, ()) is not None
+        return None if was_known or not self._is_known else equal_rewards_warning(steps, self._algorithm, samples())

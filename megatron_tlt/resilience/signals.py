@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WARNING, TERM, INTERRUPT = int(signal.SIGUSR1), int(signal.SIGTERM), int(signal.SIGINT)
 ECHO_S = 5.0  # closer signals count once: on preemption Slurm sends SIGTERM twice and SIGUSR1 (measured)
+AGAIN_S = 0.5  # between two Ctrl-C of a person; a launcher repeats one at once
 
 
 class StopSignals:
@@ -47,15 +48,16 @@ class StopSignals:
             callback()
 
     def note(self, number: int) -> None:
-        """Records a signal. The third one ends the process."""
+        """Records a signal. The third one ends the process, of Ctrl-C the second."""
         if number not in (WARNING, TERM, INTERRUPT):
             return  # another handler's
         now = self._clock()
+        insists = number == INTERRUPT and now - self.first_at.get(INTERRUPT, now) >= AGAIN_S
         self.first_at = {number: now} | self.first_at  # a new one: another thread may be reading it
         if not self.count or now - self._last >= ECHO_S:
             self.count += 1
         self._last = now
-        if self.count > 2:
+        if self.count > 2 or insists:
             self._exit_now(128 + number)
         if self._on_signal is not None:
             self._on_signal()

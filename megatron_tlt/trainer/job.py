@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-from megatron_tlt.errors import CheckpointError, ConfigError, OpeningError, TrainingError, UnjudgedError
+from megatron_tlt.errors import CheckpointError, ConfigError, SharedError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.run_record import CHANGES_FILE, write_config
 
@@ -118,7 +118,7 @@ class Job(ABC):
             if not self.is_complete():
                 self._leave(reason)
                 return True
-        except (TrainingError, UnjudgedError, OpeningError):  # of every rank alike: finished steps would be lost
+        except SharedError:  # finished steps would be lost
             self._keep()
             raise
         finally:

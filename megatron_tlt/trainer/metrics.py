@@ -198,7 +198,7 @@ class RunMetrics:
         if self._may_warn_of_threshold and (unreached := threshold_warning(row)) is not None:
             self._may_warn_of_threshold = False
             _log.warning(unreached)
-        equal = self._equal_rewards.check(row, sample_rows(groups, 1, turns_of=self._turns_of))
+        equal = self._equal_rewards.check(row, lambda: sample_rows(groups, 1, turns_of=self._turns_of))
         if equal is not None and self.world.is_main:
             _log.warning(equal)
 

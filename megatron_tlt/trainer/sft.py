@@ -221,7 +221,7 @@ class SftTrainer(Job):
         row |= {"lr": metrics["lr"], "tokens/s": tokens_per_s}
         if self._rows is not None:
             self._rows.write_rows(step, row | {"grad_norm": metrics["grad_norm"]})
-        if is_due or step % max(1, sft.num_steps // _LINES) == 0:
+        if is_due or step % -(-sft.num_steps // _LINES) == 0:
             text = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
             self.note(f"step {step}/{sft.num_steps}  {text}")
 

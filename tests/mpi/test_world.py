@@ -90,6 +90,23 @@ def test_a_host_name_that_does_not_resolve_is_named_with_a_remedy():
     assert "Name or service not known): set GLOO_SOCKET_IFNAME" in done.stdout
 
 
+INTERRUPTED = """
+import sys
+from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.config.run import DistributedSection
+def body(world):
+    world.barrier()
+    raise KeyboardInterrupt
+sys.exit(run_on_every_rank(DistributedSection(device="cpu"), 1, body))
+"""
+
+
+def test_ctrl_c_of_a_command_with_nothing_to_save_is_one_line_and_no_failure():
+    done = run_ranks(2, ["-c", INTERRUPTED], check=False, timeout=60)
+    assert done.returncode in (130, 9) and "Traceback" not in done.stdout and "failed" not in done.stdout
+    assert done.stdout.count("megatron-tlt: ended by Ctrl-C") == 1
+
+
 SHARED = """
 import os, re, sys
 from megatron_tlt.config.run import DistributedSection

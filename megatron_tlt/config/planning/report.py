@@ -143,15 +143,15 @@ def _evaluations(config: Config) -> str:
 
 def _without_effect(config: Config) -> list[str]:
     """Settings that another one leaves without effect, which a recipe may have for another case."""
-    algorithm, backend = config.algorithm, config.rollout.backend
+    algorithm, default, backend = config.algorithm, AlgorithmSection(), config.rollout.backend
     found = []
     if not CAPABILITIES[backend].logprobs and algorithm.importance_cap:
         found.append(f"with {backend}: algorithm.importance_cap: the engine gives no log-probs")
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator != "k1":
+    if algorithm.kl_in == "reward" and algorithm.kl_estimator not in ("k1", default.kl_estimator):
         estimator = f"algorithm.kl_estimator = {algorithm.kl_estimator}"
         found.append(f"with algorithm.kl_in = reward: {estimator}: the reward takes k1")
     rounds = algorithm.max_sampling_rounds
-    if not algorithm.dynamic_sampling and rounds != AlgorithmSection().max_sampling_rounds:
+    if not algorithm.dynamic_sampling and rounds != default.max_sampling_rounds:
         found.append(f"without algorithm.dynamic_sampling: algorithm.max_sampling_rounds = {rounds}")
     return [f"  no effect {text}" for text in found]
 

@@ -13,7 +13,7 @@ SAMPLE = {"prompt": "1 + 1?\n", "answer": "2", "response": "a" * 100 + "b" * 100
 def test_the_warning_comes_once_and_again_after_a_step_with_a_gradient() -> None:
     monitor, other = EqualRewards("grpo"), EQUAL | {"reward/equal_groups": 0.9}
     rows = [EQUAL, EQUAL, EQUAL, EQUAL, other, EQUAL, EQUAL, EQUAL]
-    said = [monitor.check(row, [SAMPLE]) for row in rows]
+    said = [monitor.check(row, lambda: [SAMPLE]) for row in rows]
     assert [text is not None for text in said] == [False, False, True, False, False, False, False, True]
     quoted = f"prompt '1 + 1?\\n', answer '2', response '{'a' * 80} ... {'b' * 80}', reward 0.0."
     assert said[2] is not None and "in the last 3 steps" in said[2] and quoted in said[2]

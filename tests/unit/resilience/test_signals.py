@@ -55,6 +55,15 @@ def test_echoes_count_once_and_the_third_signal_ends_the_process(clock):
     assert ended == [128 + TERM]
 
 
+def test_ctrl_c_twice_ends_the_process(clock):
+    ended = []
+    signals = StopSignals(clock, ended.append)
+    for seconds, expected in ((0.0, []), (0.1, []), (1.0, [128 + INTERRUPT])):
+        clock.now += seconds
+        signals.note(INTERRUPT)
+        assert ended == expected
+
+
 def test_a_signal_is_noted_while_the_main_thread_is_in_c_even_if_it_starts_children():
     before = {number: signal.getsignal(number) for number in (WARNING, TERM, INTERRUPT)}
     signals, noted = StopSignals().install(), threading.Event()

@@ -103,8 +103,9 @@ def test_adapters_alone_have_gradients_and_optimizer_state():
     ("overrides", "named"),
     [
         ((), []),
-        (("algorithm.kl_in=reward", "algorithm.kl_coef=0.1"), ["algorithm.kl_estimator = k3"]),
-        (("algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"), []),
+        (("algorithm.kl_in=reward", "algorithm.kl_estimator=k2"), ["algorithm.kl_estimator = k2"]),
+        (("algorithm.kl_in=reward", "algorithm.kl_estimator=k1"), []),
+        (("algorithm.kl_in=reward",), []),
         (("algorithm.max_sampling_rounds=9",), ["algorithm.max_sampling_rounds = 9"]),
         (("algorithm.max_sampling_rounds=9", "algorithm.dynamic_sampling=true"), []),
         (("rollout.backend=vllm",), ["algorithm.importance_cap"]),
