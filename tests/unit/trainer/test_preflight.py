@@ -194,7 +194,7 @@ def test_a_kl_term_without_gradient_is_a_warning_of_check():
 @pytest.mark.parametrize(
     ("lr", "vocab_size", "actor", "says"),
     [
-        (2e-4, 1_000_000, {}, "0.0002 is high for RL of all of 1.28e+08 parameters, usually 1e-6 to 5e-05"),
+        (2e-4, 1_000_000, {}, "0.0002 is high for RL of all of 1.28e+08 parameters, usually 1e-6 to 2e-05"),
         (2e-5, 1_000_000, {}, None),
         (2e-4, 288, {}, None),
         (2e-4, 1_000_000, {"lora": {"rank": 8}}, None),
