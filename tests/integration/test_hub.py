@@ -87,7 +87,7 @@ def test_commands_and_tools_take_names(hub: tuple[Hub, Path], tmp_path: Path) ->
         [*generate, "--chat", "--max-tokens", 4],
         drafter,
         ["sft", completions],
-        ["check", "--sft", completions, "--fetch"],
+        ["check", "--sft", completions, "--fetch", "checkpoint.resume=never"],
         ["tools/convert_hf_to_megatron.py", "--hf", "lab/tiny", "--out", megatron],
         ["tools/convert_megatron_to_hf.py", "--megatron", megatron, "--config", "lab/tiny", "--out", tmp_path / "back"],
         ["tools/inspect_checkpoint.py", megatron, "--compare", "lab/tiny", "--quick"],
