@@ -164,7 +164,7 @@ run_apart() {
     trap "kill -$1 $step 2>/dev/null || true" HUP TERM
     # shellcheck disable=SC2064
     trap "trap 'kill -HUP $step 2>/dev/null || true' INT; kill -$1 $step 2>/dev/null || true
-        echo 'Ctrl-C: a training saves its last finished step and ends; once more ends it at once' >&2 || true" INT
+        echo 'Ctrl-C: the ranks get SIG$1, a training saves its last finished step and ends; once more ends it at once' >&2 || true" INT
     wait_for "$step"
     exec >&- 2>&-
     wait "${relays[@]}" || true # for the last lines

@@ -133,6 +133,8 @@ class Job(ABC):
             self.world.enter("load")
             state = self.saved()
             self.load(state)
+            if state is not None:
+                self.world.enter("load", self.done)
         except CheckpointError as error:
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
