@@ -98,6 +98,7 @@ def test_every_run_gets_to_the_weights_of_an_uninterrupted_one(ended):
         assert [row["step"] for row in rows(folder / name)] == [1, 2, 3, 4], name
     _, said = run_one("train", folder / "tiny.yaml", f"train.run_dir={folder / 'whole'}")
     assert "nothing to do" in said
+    assert "finished, step 4;" in run_one("status", folder / "whole")[1]
 
 
 def test_a_dropped_evaluation_is_made_up_for(ended):
