@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from megatron_tlt.algorithms.advantages import Floats, standardised
-from megatron_tlt.algorithms.base import Algorithm, RewardTable
+from megatron_tlt.algorithms.grpo import GroupRelative
 
 
-class Dapo(Algorithm):
+class Dapo(GroupRelative):
     """Decoupled clip and dynamic sampling policy optimisation: every token weighs the same, so a long response weighs
-    more than a short one.
+    more than a short one. The advantages are GRPO's (equation 9).
     """
 
     default_clip: ClassVar[tuple[float, float]] = (0.2, 0.28)
-
-    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
-        """(r - mean) / (std + eps) of the group (equation 9)."""
-        return standardised(table.prompt_id, rewards, self.config.advantage_eps)

@@ -16,18 +16,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_tlt.algorithms.advantages import Floats, standardised
-from megatron_tlt.algorithms.base import Algorithm, LossInputs, RewardTable
+from megatron_tlt.algorithms.base import LossInputs
+from megatron_tlt.algorithms.grpo import GroupRelative
 
 
-class Distill(Algorithm):
+class Distill(GroupRelative):
     """Per-token advantages A - kl_coef * (log policy - log teacher); A is GRPO's, 0 where all rewards are equal. The
     loss is the mean over all contexts of the batch.
     """
-
-    def row_advantages(self, table: RewardTable, rewards: Floats) -> Floats:
-        """GRPO's, of rewards beside the KL."""
-        return standardised(table.prompt_id, rewards, self.config.advantage_eps)
 
     @property
     def has_kl_loss(self) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_tlt.cli.exit_codes import FAILED, OK
+from megatron_tlt.distributed.launch import ON_THIS_MACHINE
 from megatron_tlt.distributed.processors import cpu_lines
 
 LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
@@ -171,8 +172,7 @@ def check_two_ranks(launcher: str | None) -> Finding:
     """Two ranks start, and meet through MPI and torch.distributed (`cli/two_ranks.py`)."""
     start = shlex.split(launcher or "mpiexec -n 2")  # that beside Python, if there is one
     program = ["-m", "mpi4py", "-m", "megatron_tlt.cli.two_ranks", str(_TWO_RANKS_S / 2)]
-    # On this machine, also within an allocation of Slurm; of a launcher that was named the user decides.
-    here = {} if launcher else {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
+    here = {} if launcher else ON_THIS_MACHINE  # of a launcher that was named the user decides
     code, lines = _run([*start, sys.executable, *program], **here)
     if code == 0:
         return Finding("two ranks", "ok", f"both ranks met ({' '.join(start)})")

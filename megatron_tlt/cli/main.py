@@ -17,7 +17,7 @@ from megatron_tlt.cli.evaluate import add_eval
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from megatron_tlt.cli.export import add_export
 from megatron_tlt.cli.generate import add_generate
-from megatron_tlt.cli.ranks import print_problems
+from megatron_tlt.cli.ranks import print_problems, report_interrupt
 from megatron_tlt.cli.report import add_report
 from megatron_tlt.cli.simulate import add_simulate
 from megatron_tlt.cli.status import add_status
@@ -66,9 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except KeyboardInterrupt:
-        if detect_launch().rank in (0, None):
-            print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
-        note_exit(INTERRUPTED)
+        report_interrupt(detect_launch().rank in (0, None))
         os._exit(INTERRUPTED)  # an interpreter that is torn down within an import of torch may crash
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks would wait for this one for ever
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED

@@ -75,9 +75,7 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         world.leave_refused(code)
         return code
     except KeyboardInterrupt:
-        if world.is_main:
-            print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
-        note_exit(INTERRUPTED)
+        report_interrupt(world.is_main)
         world.abort(INTERRUPTED, "ended by Ctrl-C")
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
@@ -94,6 +92,13 @@ def run_job(job: Job) -> int:
     stopped = job.run()
     job.close()
     return SAVED if stopped else OK
+
+
+def report_interrupt(is_first: bool) -> None:
+    """Says, on the first rank, that Ctrl-C ends a command that has nothing to save, and notes the exit code."""
+    if is_first:
+        print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
+    note_exit(INTERRUPTED)
 
 
 def print_problems(error: ConfigError | DataError | RewardError) -> None:

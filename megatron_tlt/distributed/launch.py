@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from megatron_tlt.errors import ConfigError
 
+# For our own mpiexec: its ranks on this machine, also within an allocation of Slurm, where it would start them by srun.
+ON_THIS_MACHINE = {"HYDRA_LAUNCHER": "fork", "HYDRA_RMK": "user"}
+
 
 @dataclass(frozen=True)
 class Launch:

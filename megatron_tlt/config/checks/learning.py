@@ -14,9 +14,8 @@ from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 FULL_TRAINING_LR = 5e-6  # the recipes that train all weights have 5e-7 to 1e-6, reports up to 5e-6
-HIGHEST_RL_LR = (
-    5e-5  # of all weights: GRPO of 135M parameters learns at 2e-5, at 5e-5 in some tasks, and at 2e-4 loses all
-)
+# Of all weights: GRPO of 135M parameters learns at 2e-5, at 5e-5 in some tasks, and at 2e-4 loses all.
+USUAL_RL_LR, HIGHEST_RL_LR = 2e-5, 5e-5
 SMALL_MODEL = 50_000_000  # parameters: smaller models learn at higher rates
 # Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
@@ -196,12 +195,13 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
     given = f"optimizer.lr = {optimizer.lr:g} is"
     if lora is not None and optimizer.lr < FULL_TRAINING_LR:
         return f"{given} usual for full training; adapters learn with about ten times as much ({10 * optimizer.lr:g})"
-    most, what = (HIGHEST_RL_LR, "all") if lora is None else (10 * HIGHEST_RL_LR, "adapters")
-    if config.rl is None or shape is None or optimizer.lr <= most or total_parameters(shape) < SMALL_MODEL:
+    times, what = (1, "all") if lora is None else (10, "adapters")
+    usual, highest = times * USUAL_RL_LR, times * HIGHEST_RL_LR
+    if config.rl is None or shape is None or optimizer.lr <= highest or total_parameters(shape) < SMALL_MODEL:
         return None
     return (
-        f"{given} high for RL of {what} of {total_parameters(shape):.3g} parameters, usually 1e-6 to {0.4 * most:g}: "
-        "the policy may lose what it knows in a few steps. The 2e-4 of configs/quickstart.yaml is for 2.4M parameters"
+        f"{given} high for RL of {what} of {total_parameters(shape):.3g} parameters, usually 1e-6 to {usual:g}: the "
+        "policy may lose what it knows in a few steps. The 2e-4 of configs/quickstart.yaml is for 2.4M parameters"
     )
 
 
