@@ -15,7 +15,8 @@ own measurements correct the fit (`step_costs.py`).
 
 A trial is an interval of another candidate. Its lost seconds are its own less those in which the best candidate
 generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `exploration` of
-the time at most. The right side of `verified` is the number of tokens that the best candidate generates in the seconds
+the time at most. Where a bucket has measured plain decoding only, or drafts only, the first trial of the other may
+lose more: what it loses is predicted from other batch sizes, and that prediction can be far off. The right side of `verified` is the number of tokens that the best candidate generates in the seconds
 of a row.
 
 A new drafter (the first one, or new weights) that no bucket drafts with gets a trial of one drafted token, in the first
@@ -51,6 +52,7 @@ EXPLORATION = 0.01  # share of the time that trials may lose
 _HYSTERESIS = 0.03  # gain in tokens per second: an interval's median has an error of a few percent
 _INTERVAL = 256  # request-steps of a full measurement interval: its median has an error of a few percent
 _TRIAL = 12  # steps of a trial and of a bucket's first interval; the next ones double: a rollout's tail is short
+_FIRST_LOSS = 0.1  # of a bucket's seconds, that its first trial with drafts, or without, may lose
 _FIRST_TRIAL = 64  # request-steps of a new drafter's own trial, in four steps at least
 _MOST_ACCEPTANCE = 0.95  # highest threshold of verification: without any draft acceptance would not be measured
 _SLOWDOWN_SHARE = 0.5  # of a change of the best candidate's seconds that is ascribed to the machine, not to the step
@@ -129,7 +131,7 @@ class CostModelSelector:
         if candidate != bucket.current:  # rank 0 of the tensor-parallel group selected it
             self._start_interval(bucket, candidate, strategy.min_cumulative_acceptance)
         if strategy.draft_len:
-            self._forget_former_drafter()
+            self._forget_former_drafter(bucket)
             for counts in (bucket.acceptance, self._acceptance):
                 counts.add(strategy.draft_len, measurement.num_running, measurement.accepted.tolist())
         bucket.measured.append(measurement)
@@ -139,13 +141,18 @@ class CostModelSelector:
     def drafter_changed(self) -> None:
         self._is_new = True
 
-    def _forget_former_drafter(self) -> None:
-        """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all."""
+    def _forget_former_drafter(self, here: _Bucket) -> None:
+        """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all.
+
+        Intervals of other buckets than `here` end with their next step: they were chosen for the drafter before.
+        """
         if self._is_new:
             self._is_new, self._last_trial = False, self._seconds()
             self._acceptance.fade()
             for bucket in self._buckets.values():
                 bucket.acceptance = self._no_counts()
+                if bucket is not here:
+                    bucket.steps = min(bucket.steps, len(bucket.measured) + 1)
 
     def _seconds(self) -> float:
         return sum(bucket.seconds for bucket in self._buckets.values())
@@ -224,11 +231,16 @@ class CostModelSelector:
         if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
             bucket.best = fastest
         best = speeds[bucket.best]
-        for candidate, speed in zip(bucket.candidates, speeds, strict=True):
+        seconds = [_TRIAL * bucket.running / speed for speed in speeds]  # of a trial
+        lost = [(1 - speed / best) * trial for speed, trial in zip(speeds, seconds, strict=True)]
+        for i, candidate in enumerate(bucket.candidates):
             if not candidate.next_trial:  # the loss of its first trial is predicted
-                seconds = _TRIAL * bucket.running / speed
-                self._postpone(bucket, candidate, (1 - speed / best) * seconds, seconds)
+                self._postpone(bucket, candidate, lost[i], seconds[i])
         due = [i for i, c in enumerate(bucket.candidates) if i != bucket.best and c.next_trial <= bucket.seconds]
+        for kind in (range(1), range(1, len(speeds))):  # without and with drafts
+            first = max(kind, key=speeds.__getitem__)
+            if not any(bucket.candidates[i].steps for i in kind) and lost[first] <= _FIRST_LOSS * bucket.seconds:
+                due.append(first)
         chosen = max(due, key=speeds.__getitem__, default=bucket.best)
         self._start_interval(bucket, chosen, min(best * bucket.costs.seconds_per_row, _MOST_ACCEPTANCE))
 

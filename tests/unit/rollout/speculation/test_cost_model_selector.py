@@ -11,6 +11,7 @@ from megatron_tlt.rollout.speculation.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT
 from tests.helpers.spec_world import (
     SpecWorld,
+    bf16_seconds,
     expert_seconds,
     fixed_speeds,
     gpu_seconds,
@@ -28,6 +29,7 @@ WORLDS = {
     "noisy": {"noise": 0.15, "outliers": 0.05},
     "experts": {**GPU, "step_seconds": expert_seconds},  # rows cost less and less: no term of the fit says so
 }
+BF16 = {"step_seconds": bf16_seconds, "draft_call": 2e-3, "draft_node": 3e-4, "quality": 0.85}
 LOSING = {
     "linear": {"step_seconds": linear_seconds},  # every row costs as much
     "useless": {"quality": 0.02},
@@ -78,6 +80,20 @@ def test_trials_of_losing_drafts_become_rare_with_their_budget():
     assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035
 
 
+@pytest.mark.parametrize(
+    ("world", "running", "least"), [(BF16, 2, 1.3), ({**WORLDS["experts"], "quality": 0.7}, 1, 0.97)]
+)
+def test_what_64_requests_taught_is_soon_corrected_in_a_small_batch(world, running, least):
+    """Drafts lose with 64 requests and gain with 2; of experts, which 64 read together, the other way round."""
+    found = []
+    for seed in range(5):
+        selector, small = CostModelSelector("trained", 8), SpecWorld(seed=seed, **world)
+        small.run(selector, 80, 64)
+        small.run(selector, 200, running)
+        found.append(small.run(selector, 300) / small.plain_speed())
+    assert np.mean(found) >= least
+
+
 def rollouts(qualities, world, changes=True, longest=8):
     """Speed over that of plain decoding, by rollout; a new drafter of each quality comes before each rollout."""
     selector, world, shares = CostModelSelector("trained", longest), SpecWorld(**world), []
@@ -108,7 +124,7 @@ def test_a_drafter_that_has_improved_is_used_in_the_next_rollout():
         np.mean([rollouts([0.02] * 4 + [0.7], {**GPU, "seed": s}, changes)[-1] for s in range(3)])
         for changes in (True, False)
     )
-    assert told > 1.35 and told > 1.15 * untold
+    assert told > 1.7 and told > 1.5 * untold
 
 
 @pytest.mark.parametrize("name", ["useless", "useless gpu"])
