@@ -49,9 +49,6 @@ over the jobs of a side; *rollout* includes the wait for the slowest rank.
 def render() -> str:
     """The whole page."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    records = {
-        name: record for name, record in records.items() if "summary" in record
-    }  # others: the simulator's inputs
     proof = records.pop("proof")
     parts = [HEADER, _proof_table(proof), _section("proof", proof)]
     parts += [_section(name, record) for name, record in records.items()]

@@ -60,6 +60,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     from megatron_tlt.observe.progress import build_progress
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
+    from megatron_tlt.trainer.evaluation import first_of_each
     from megatron_tlt.trainer.metrics import threshold_warning
     from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_training
@@ -80,7 +81,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
     if world.is_main:
-        print(_what(config, len(prompts)), file=sys.stderr, flush=True)
+        print(_what(config, len({*first_of_each(prompts).values()}), len(prompts)), file=sys.stderr, flush=True)
     # stdout holds the result, as JSON
     with closing(build_progress("auto", 0, world.rank, sys.stderr)) as progress:
         result = evaluator.run(0, progress=progress)
@@ -98,8 +99,8 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
             write_atomically(out, [text])
 
 
-def _what(config: Config, num_prompts: int) -> str:
-    """What is evaluated, for a reader of a configuration whose parts are elsewhere."""
+def _what(config: Config, num_prompts: int, num_rows: int) -> str:
+    """What is evaluated, for a reader of a configuration whose parts are elsewhere: different prompts, of rows."""
     from megatron_tlt.actor.checkpoint_files import complete_steps
 
     source = config.data.eval
@@ -107,6 +108,7 @@ def _what(config: Config, num_prompts: int) -> str:
     rows = source.path or ", ".join(dict.fromkeys(task.name for task in source.tasks)) or source.kind
     functions = ", ".join(function.path or function.name for function in config.rewards.functions) or "none"
     prompts = f"{num_prompts} prompts of data.eval ({rows})"
+    prompts += f" in {num_rows} rows" if num_rows > num_prompts else ""
     at = f"eval.temperature = {config.eval.temperature:g}"
     text = f"evaluates model.path = {config.model.path} on {prompts}, at {at}, rewards: {functions}"
     run = config.train.run_dir

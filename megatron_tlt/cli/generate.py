@@ -152,7 +152,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 prompts = file_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
             except DataError as error:
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
-        if world.is_main and not args.chat and (plain := plain_prompt_warning(args.model, prompts)) is not None:
+        if world.is_main and not args.chat and (plain := plain_prompt_warning(tokenizer, prompts)) is not None:
             _log.warning(plain)
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
@@ -199,22 +199,20 @@ def _checked_tokenizer(
     from megatron_tlt.trainer.preflight import generation_problems
     from megatron_tlt.trainer.token_checks import embedding_problems, warnings_of
 
-    problems = []
-    if world.is_main:
-        problems = [
-            *generation_problems(args.model, args.prompts, engine.speculation),
-            *generation_chat_problems(args.model, args.chat, args.chat_template_kwargs, args.stop),
-        ]
+    problems = generation_problems(args.model, args.prompts, engine.speculation) if world.is_main else []
     if problems := world.broadcast_object(problems):
         raise ConfigError(problems)
     model = ModelConfig.from_hf(args.model)
     day = world.broadcast_object(args.chat_template_date or date.today())  # one on all ranks
     tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
-    if problems := embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat):
+    if problems := [
+        *embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat),
+        *generation_chat_problems(tokenizer, args.chat, args.chat_template_kwargs, args.stop),
+    ]:
         raise ConfigError(problems)
     if world.is_main:
         warnings = [
-            *unread_warnings(args.model, _KWARGS, args.chat_template_kwargs),
+            *unread_warnings(tokenizer, _KWARGS, args.chat_template_kwargs),
             *warnings_of(tokenizer, model, args.chat and not args.ignore_eos, args.stop, "--stop"),
             *model_warnings(args.model),
             *drafter_warnings(engine.speculation, model),

@@ -11,7 +11,7 @@ from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.rollout import RolloutSection
 
-GpuName = Literal["h100", "h200", "a100", "b200", "rtx5090", "rtx4090", "rtx3090", "cpu"]
+GpuName = Literal["h100", "h200", "a100", "b200", "rtx5090", "rtx4090", "rtx3090"]
 
 
 class SimClusterSection(Section):
@@ -20,9 +20,9 @@ class SimClusterSection(Section):
     nodes: PositiveInt = 1
     """Nodes."""
     gpus_per_node: PositiveInt = 8
-    """GPUs (or, for `gpu: cpu`, ranks) of a node."""
+    """GPUs of a node."""
     gpu: GpuName = "h100"
-    """Data-sheet figures of the GPU; cpu only with a measured table of step costs."""
+    """Data-sheet figures of the GPU."""
     memory_share: float = Field(default=0.85, gt=0, le=1)
     """Share of GPU memory that weights and KV cache of a rollout engine may take."""
     network_gbps: PositiveFloat = 400.0
@@ -99,10 +99,8 @@ class SimPreRolloutSection(Section):
 
 
 class SimCostSection(Section):
-    """Seconds of an engine step: a roofline of model and GPU, or a measured table."""
+    """Seconds of an engine step, by a roofline of model and GPU."""
 
-    table: Annotated[str | None, FilePath()] = None
-    """Step costs that `tools/fit_cost_model.py` measured on a real engine; default: the roofline."""
     bandwidth_efficiency: float = Field(default=0.85, gt=0, le=1)
     """Share of the GPU's memory bandwidth that weights and KV cache are read with."""
     compute_efficiency: float = Field(default=0.75, gt=0, le=1)
@@ -123,9 +121,9 @@ class SimTrainingSection(Section):
     """The phases beside the rollout, and the drafter's training."""
 
     tp: PositiveInt = 4
-    """Tensor parallel size of the actor (layout check; scales measured update times only)."""
+    """Tensor parallel size of the actor, for the layout check only."""
     pp: PositiveInt = 1
-    """Pipeline parallel size of the actor (layout check; scales measured update times only)."""
+    """Pipeline parallel size of the actor, for the layout check only."""
     mfu: float = Field(default=0.35, gt=0, le=1)
     """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token, and attention's."""
     recompute: bool = True
@@ -136,16 +134,8 @@ class SimTrainingSection(Section):
     """Forward passes of the policy over all responses before the update (old and reference policy)."""
     teacher: ArchitectureConfig | None = None
     """Shape of the teacher of a distillation: one more forward pass over all responses, of this model."""
-    update_us_per_token: NonNegativeFloat | None = None
-    """Measured update seconds, in microseconds for each token of a rank; default: by `mfu`."""
-    update_ms: NonNegativeFloat = 0.0
-    """Milliseconds of an update that do not depend on its tokens."""
     score_ms: NonNegativeFloat = 200.0
-    """Rewards, exchange and logging of one step."""
-    push_seconds: NonNegativeFloat | None = None
-    """Measured seconds of a weight sync; default: weights over NVLink and, between nodes, the network."""
-    micro_step_ms: PositiveFloat | None = None
-    """Measured milliseconds of a micro-step of drafter training; default: from the drafter's size."""
+    """Rewards, exchange and logging of one step, and whatever else does not depend on its tokens."""
     micro_step_tokens: PositiveInt = 8192
     """Tokens of one micro-step of a replica."""
     drift: float = Field(default=0.08, ge=0, le=1)
@@ -161,8 +151,8 @@ class SimConfig(Section):
 
     name: str = "simulation"
     """Title of tables and report, which add the model's size and the GPU."""
-    model: ArchitectureConfig | None = None
-    """The policy's shape. Needed unless costs, updates and weight syncs are measured."""
+    model: ArchitectureConfig
+    """The policy's shape."""
     cluster: SimClusterSection = SimClusterSection()
     """The machines."""
     workload: WorkloadSection = WorkloadSection()

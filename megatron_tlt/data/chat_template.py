@@ -4,8 +4,8 @@
     additional_chat_templates/NAME.jinja     NAME           } the next line is not read
     tokenizer_config.json: chat_template     a text, or a list of {"name", "template"}
 
-"tool_use" renders conversations with tools, "default" all others. `check` renders too, so nothing here imports
-`transformers`, which takes seconds.
+"tool_use" renders conversations with tools, "default" all others. Messages that a template refuses, fails on or leaves
+out are named with its file and line, which `transformers` does not do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.data.chat import THOUGHTS, form_of, text_of
-from megatron_tlt.data.special_tokens import named_tokens_of
 from megatron_tlt.errors import CheckpointError, DataError, shortened
 
 _FILE, _FOLDER, _CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
@@ -59,16 +58,10 @@ class ChatTemplate:
         self._forms: dict[Hashable, str] = {}
 
     @classmethod
-    def read(
-        cls, directory: Path, given: TemplateSettings | None = None, named_tokens: Mapping[str, Any] | None = None
-    ) -> ChatTemplate | None:
-        """The templates of a directory; None without any. `named_tokens`: None reads them from the directory.
-
-        Raises CheckpointError for a file that cannot be read.
-        """
+    def read(cls, directory: Path, named_tokens: Mapping[str, Any], given: TemplateSettings) -> ChatTemplate | None:
+        """The templates of a directory; None without any. Raises CheckpointError for a file that cannot be read."""
         texts = _texts_of(directory)
-        tokens = named_tokens_of(directory) if named_tokens is None else named_tokens
-        return cls(directory, texts, tokens, given or TemplateSettings()) if texts else None
+        return cls(directory, texts, named_tokens, given) if texts else None
 
     def variables(self) -> frozenset[str]:
         """Names that the templates in use read and do not set themselves. Raises CheckpointError."""

@@ -21,7 +21,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,12 +29,10 @@ from megatron_tlt.config.paths import has_form_of_name
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.dataset_files import CARD, choose_files
-from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, nearest_name, printable
 
 if TYPE_CHECKING:
     from megatron_tlt.distributed.together import Ranks
-    from megatron_tlt.distributed.world import World
 
 RootT = TypeVar("RootT", bound=TrainingConfig)
 
@@ -46,7 +43,6 @@ _SNAPSHOT = re.compile(r"(?:model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-
 _COMPANIONS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 _WEIGHTS = {"companions": (), "model": ("*.safetensors",), "drafter": ("*.safetensors", "mask_embedding.pt")}
 _OTHER_FORMS = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*")
-_WAIT_S = 2.0  # between two looks for a signal of a rank that waits for a download; after the first it says so
 
 
 @dataclass(frozen=True)
@@ -148,15 +144,12 @@ def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None 
         raise ConfigError(problems)
     hosts = ranks.all_gather_object(socket.gethostname())
     leader = hosts.index(hosts[ranks.rank])
-    result: tuple[dict[str, str], list[ConfigProblem]] | None = None
-    if leader == ranks.rank:
-        result = _download_all(names, commits)
-    if not isinstance(ranks, SingleProcess):
-        result = _wait_for_leaders(names, ranks, result, leader, sorted({hosts.index(host) for host in hosts}))
-    assert result is not None, "a single rank is a leader"
-    if result[1]:
-        raise ConfigError(result[1])
-    return {field: Path(directory) for field, directory in result[0].items()}
+    result = _download_all(names, commits) if leader == ranks.rank else ({}, [])
+    ranks.wait_for_all()  # a download may take longer than a collective may
+    results = ranks.all_gather_object(result)
+    if problems := [problem for _, found in results for problem in found]:
+        raise ConfigError(problems)
+    return {field: Path(directory) for field, directory in results[leader][0].items()}
 
 
 def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
@@ -309,32 +302,6 @@ def _snapshot(named: Named, commit: str, files: list[str], local_files_only: boo
     only = {"allow_patterns": files, "ignore_patterns": ignored}
     is_local = local_files_only or hub_answers.is_silent(endpoint())
     return str(_api().snapshot_download(**named.repository, revision=commit, local_files_only=is_local, **only))
-
-
-def _wait_for_leaders(
-    names: Sequence[Named],
-    world: World,
-    own: tuple[dict[str, str], list[ConfigProblem]] | None,
-    leader: int,
-    leaders: Sequence[int],
-) -> tuple[dict[str, str], list[ConfigProblem]]:
-    """What this node's leader found, with the problems of all leaders. A collective would time out meanwhile."""
-    from torch.distributed import DistStoreError
-
-    fields = "+".join(named.field for named in names)
-    if own is not None:
-        problems = [[p.path, str(p.value), p.allowed] for p in own[1]]
-        world.store.set(f"hub/{fields}/{world.rank}", json.dumps([own[0], problems]))
-    keys, has_spoken = [f"hub/{fields}/{rank}" for rank in leaders], False
-    while not world.store.check(keys):
-        try:
-            world.store.wait(keys, timedelta(seconds=_WAIT_S))
-        except DistStoreError:
-            if not has_spoken:
-                _say(f"rank {world.rank} waits for rank {leader}, which fetches {fields}")
-            has_spoken = True
-    results = {rank: json.loads(world.store.get(key)) for rank, key in zip(leaders, keys, strict=True)}
-    return results[leader][0], [ConfigProblem(*problem) for _, found in results.values() for problem in found]
 
 
 @contextmanager

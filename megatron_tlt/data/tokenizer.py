@@ -47,8 +47,7 @@ class HFTokenizer:
         # SentencePiece's "\u2581a": the beginning of a text has a mark that the same text within another one lacks.
         self._marks_beginning = self._tokenizer.convert_ids_to_tokens(self._bare_ids("a")) != ["a"]
         self._rows = rows
-        tokens = self._tokenizer.special_tokens_map
-        self._template = ChatTemplate.read(directory, template, tokens)
+        self.template = ChatTemplate.read(directory, self._tokenizer.special_tokens_map, template or TemplateSettings())
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -78,7 +77,7 @@ class HFTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` works."""
-        return self._template is not None
+        return self.template is not None
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token; None for any other text."""
@@ -180,9 +179,9 @@ class HFTokenizer:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]], *, is_open: bool
     ) -> str:
-        if self._template is None:
+        if self.template is None:
             raise CheckpointError(f"{self.name}: the tokenizer has no chat template")
-        return self._template.render(messages, tools, is_open)
+        return self.template.render(messages, tools, is_open)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -192,7 +191,7 @@ class HFTokenizer:
         return text
 
 
-def read_tokenizer(directory: Path, rows: int, template: TemplateSettings) -> HFTokenizer:
+def read_tokenizer(directory: Path, rows: int | None, template: TemplateSettings) -> HFTokenizer:
     """The tokenizer in `directory`, read again only where its files have changed: a large one takes seconds.
 
     Raises as `HFTokenizer` does.

@@ -66,9 +66,9 @@ def when(row: JsonRow) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds as "12.3 s", "2 min 5 s" or "2 h 1 min"."""
+    """Seconds as "0.133 s", "12.3 s", "2 min 5 s" or "2 h 1 min": to 3 digits, as ratios of them are shown."""
     if seconds < 120:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

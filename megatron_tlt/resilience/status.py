@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.config.checks.files import maker_of
 from megatron_tlt.errors import aligned, printable, shortened
 from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
 
@@ -128,7 +129,9 @@ def status_text(run_dir: str | Path, status: RunStatus, top: int = 0, now: float
     """The state as text: a line on the run, then a table of the `top` worst ranks (0: all)."""
     now = time.time() if now is None else now
     if not status.rows:
-        return printable("\n".join([f"{run_dir}: no status files", *status.problems]))
+        maker = maker_of(Path(run_dir))
+        whose = "" if maker in (None, "train") else f": `{maker}` made it, and only a run of `train` has them"
+        return printable("\n".join([f"{run_dir}: no status files{whose}", *status.problems]))
     lines = [_headline(run_dir, status, now)]
     if status.end is not None:
         lines.append(status.end.text)

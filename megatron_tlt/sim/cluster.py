@@ -1,6 +1,6 @@
 """Times outside the engines: update, weight sync, exchange, micro-step of drafter training. Torch-free.
 
-Everything here is an estimate by size; each figure can be replaced by a measured one (`config.sim.SimTrainingSection`).
+Everything here is an estimate by size.
 """
 
 from __future__ import annotations
@@ -26,22 +26,14 @@ class Cluster:
     def logprobs(self, lengths: np.ndarray) -> float:
         """Forward passes over sequences of all replicas, of so many tokens each, before the update."""
         model, training = self._config.model, self._config.training
-        if model is None:
-            return 0.0  # part of the measured update
         seconds = training.logprob_passes * self._passes(model, lengths)
         return seconds if training.teacher is None else seconds + self._passes(training.teacher, lengths)
 
     def update(self, lengths: np.ndarray) -> float:
         """Forward and backward over sequences of all replicas, of so many tokens each, and the optimizer."""
         training = self._config.training
-        fixed = 1e-3 * training.update_ms
-        if training.update_us_per_token is not None:
-            # Ranks of a replica share its tokens.
-            of_a_rank = int(lengths.sum()) * training.tp * training.pp / self.gpus
-            return fixed + 1e-6 * training.update_us_per_token * of_a_rank
-        assert self._config.model is not None, "checked by check_sim"
         attention = 3 + training.recompute  # forward, again, and the gradients of both of its products' factors
-        return fixed + self._passes(self._config.model, lengths, weight_passes(training), attention)
+        return self._passes(self._config.model, lengths, weight_passes(training), attention)
 
     def _passes(self, model: ArchitectureConfig, lengths: np.ndarray, weights: int = 1, attention: int = 1) -> float:
         """Seconds of so many times a forward's work: 2 operations a parameter and token in the products with `weights`,
@@ -57,10 +49,7 @@ class Cluster:
 
     def weight_sync(self) -> float:
         """New weights into every engine: a shard over the node's links, once over the network if there are nodes."""
-        training, cluster = self._config.training, self._config.cluster
-        if training.push_seconds is not None:
-            return training.push_seconds
-        assert self._config.model is not None, "checked by check_sim"
+        cluster = self._config.cluster
         shard = ELEMENT * total_parameters(self._config.model) / self._config.rollout.tp
         links = shard / self._gpu.link
         network = shard / (cluster.network_gbps * 1e9 / 8) if cluster.nodes > 1 else 0.0
@@ -75,9 +64,6 @@ class Cluster:
         block drafter has about as many rows of blocks as tokens.
         """
         training, model = self._config.training, self._config.model
-        if training.micro_step_ms is not None:
-            return 1e-3 * training.micro_step_ms
-        assert model is not None, "checked by check_sim"
         read = trained_drafter(self._config).read_elements(model, self._config.rollout.speculation.draft_vocab_size)
         operations = 6.0 * read * training.micro_step_tokens
         return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3

@@ -1,6 +1,6 @@
-"""Seconds of an engine step: a roofline of model and GPU, or a table measured on a real engine. Torch-free.
+"""Seconds of an engine step by a roofline of model and GPU. Torch-free.
 
-The roofline of a forward of T rows over B requests with C cached tokens in all, on one of t tensor-parallel GPUs:
+A forward of T rows over B requests with C cached tokens in all, on one of t tensor-parallel GPUs:
 
     bytes   = 2 (weights without the embedding) / t + C * (KV bytes a token) / t
     flops   = 2 (weights without the embedding) * T / t + 4 L * (query width) * C * (T / B) / t
@@ -14,13 +14,9 @@ Legend: B requests, T rows (roots and drafted tokens), C cached tokens of all re
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from megatron_tlt.config.checks.layout import contradictions
 from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
@@ -29,7 +25,6 @@ from megatron_tlt.config.planning.parameters import (
     total_parameters,
 )
 from megatron_tlt.config.sim import SimConfig, SimCostSection
-from megatron_tlt.errors import ConfigError, ConfigProblem, Problems
 
 ELEMENT = 2  # bytes of bf16
 
@@ -52,7 +47,6 @@ GPUS: dict[str, Gpu] = {
     "rtx5090": Gpu(209e12, 1.792e12, 32e9, 32e9),
     "rtx4090": Gpu(165e12, 1.008e12, 32e9, 24e9),
     "rtx3090": Gpu(71e12, 0.936e12, 32e9, 24e9),
-    "cpu": Gpu(1e11, 1e10, 1e10, 16e9),  # never priced: a CPU needs a measured table
 }
 
 
@@ -126,86 +120,13 @@ class Roofline:
         return 2 * layers * (1e-6 * self._section.allreduce_us + volume / self._gpu.link)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a table was measured on."""
-
-    model: ArchitectureConfig
-    device: str  # a name of `GPUS`
-    tp: int
-    requests: int  # the most in a step
-    cached_tokens: int  # the most of all requests of a step
-
-    def problems(self, config: SimConfig) -> Problems:
-        """What of `config` is another model or another engine."""
-        yield from contradictions("model", config.model, self.model, "costs.table")
-        pairs = ("cluster.gpu", config.cluster.gpu, self.device), ("rollout.tp", config.rollout.tp, self.tp)
-        for path, value, there in pairs:
-            if value != there:
-                yield ConfigProblem(path, value, f"contradicts costs.table, which was measured with {there!r}")
-
-
-class MeasuredCosts:
-    """Lines fitted to a real engine's steps by `tools/fit_cost_model.py`; the file says on which machine.
-
-    A plain step: c0 + cB B + cC C; one with drafts: c0 + cB B + cT T + cC C + cA C T / B (its rows look at C T / B
-    positions); a draft of a kind: a + b B + c tokens; a prompt step: p0 + pT tokens.
-    """
-
-    def __init__(self, table: dict[str, Any], measured: Measured):
-        self.measured = measured
-        self._plain, self._verify = table["plain"], table["verify"]
-        self._drafts, self._prefill = table["drafts"], table["prefill"]
-
-    @classmethod
-    def load(cls, path: str) -> MeasuredCosts:
-        """Reads a table. Raises ConfigError, naming costs.table, if it is none."""
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-            measured = dict(record["measured"])
-            model = ArchitectureConfig.model_validate(measured.pop("model"))
-            return cls(record["table"], Measured(model=model, **measured))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            allowed = f"must be a table written by tools/fit_cost_model.py: {error}"
-            raise ConfigError.of("costs.table", str(Path(path).absolute()), allowed) from error
-
-    def step(self, B: int, T: int, C: float, speculating: bool) -> float:
-        """As `Roofline.step`."""
-        if not speculating:
-            c0, per_request, per_cached = self._plain
-            return float(c0 + per_request * B + per_cached * C + self._prefill[1] * (T - B))
-        c0, per_request, per_row, per_cached, per_attended = self._verify
-        return float(c0 + per_request * B + per_row * T + per_cached * C + per_attended * C * T / max(1, B))
-
-    def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
-        """As `Roofline.draft`. Raises ConfigError for a kind that was not measured."""
-        if kind not in self._drafts:
-            raise ConfigError.of("costs.table", kind, f"measured were drafters {', '.join(self._drafts)}")
-        base, per_request, per_token = self._drafts[kind]
-        return float(base + per_request * B + per_token * tokens)
-
-    def prefill(self, tokens: int) -> float:
-        """As `Roofline.prefill`."""
-        base, per_token = self._prefill
-        return float(base + per_token * tokens)
-
-
-CostModel = Roofline | MeasuredCosts
-
-
 def kv_bytes(model: ArchitectureConfig) -> int:
     """Bytes of one cached token in all layers, over all tensor-parallel GPUs."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * ELEMENT
 
 
-def build_costs(config: SimConfig) -> CostModel:
-    """The configured cost model. Raises ConfigError."""
-    if config.costs.table is not None:
-        costs = MeasuredCosts.load(config.costs.table)
-        if problems := list(costs.measured.problems(config)):
-            raise ConfigError(problems)
-        return costs
-    assert config.model is not None, "checked by check_sim"
+def build_costs(config: SimConfig) -> Roofline:
+    """The configured cost model."""
     drafted = config.rollout.speculation.draft_vocab_size
     gpu, drafter = GPUS[config.cluster.gpu], trained_drafter(config)
     return Roofline(config.model, gpu, config.rollout.tp, config.costs, drafter, drafted)
@@ -216,12 +137,10 @@ def trained_drafter(config: SimConfig) -> DrafterFacts:
     return config.rollout.speculation.trained or DRAFTERS["eagle"]
 
 
-def cache_tokens(config: SimConfig) -> int | None:
-    """Tokens that the KV cache of one engine holds; None: not known (no model: memory is taken to suffice)."""
-    if config.rollout.kv_cache_mib is not None and config.model is not None:
+def cache_tokens(config: SimConfig) -> int:
+    """Tokens that the KV cache of one engine holds."""
+    if config.rollout.kv_cache_mib is not None:
         return int(config.rollout.kv_cache_mib * 2**20 * config.rollout.tp / kv_bytes(config.model))
-    if config.model is None:
-        return None
     gpu, tp = GPUS[config.cluster.gpu], config.rollout.tp
     free = gpu.memory * config.cluster.memory_share * tp - ELEMENT * total_parameters(config.model)
     return int(free / kv_bytes(config.model))

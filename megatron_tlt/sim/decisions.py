@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.sim.cost_model import CostModel
+from megatron_tlt.sim.cost_model import Roofline
 from megatron_tlt.sim.speculation import Speculation, StepCounts
 
 _SETTLE = 96  # engine steps at a knot until the selector has tried its strategies there
@@ -72,7 +72,7 @@ class RateTable:
 class Decider:
     """Makes rate tables for one configuration, one for each quality of the drafter."""
 
-    def __init__(self, config: SimConfig, costs: CostModel, most: int):
+    def __init__(self, config: SimConfig, costs: Roofline, most: int):
         """`most`: largest number of running requests of a replica."""
         self._config, self._costs = config, costs
         self._requests = request_knots(min(most, config.rollout.max_running_requests))

@@ -17,7 +17,7 @@ def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:
     """Problems of the points that are to be simulated one after another."""
     config = configs[0]
     room, needed = cache_tokens(config), config.workload.prompt_tokens + config.rollout.max_tokens
-    if room is not None and config.model is not None and room < needed:
+    if room < needed:
         tp, memory = config.rollout.tp, GPUS[config.cluster.gpu].memory * config.cluster.memory_share
         allowed = (
             f"the model does not fit: {tp} {config.cluster.gpu.upper()} of {memory / 1e9:.0f} usable GB each hold "

@@ -10,7 +10,6 @@ from megatron_tlt.config.planning.parameters import total_parameters
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cluster import weight_passes
-from megatron_tlt.sim.cost_model import MeasuredCosts
 from megatron_tlt.sim.limits import check_limits
 from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
@@ -77,8 +76,6 @@ def titled(config: SimConfig) -> str:
     """The configuration's name with the model's size and the GPU that were simulated, whatever the name says."""
     gpu = config.cluster.gpu.upper()
     model = config.model
-    if model is None:
-        return f"{config.name}, on {gpu}"
     return f"{config.name}: {model.family}, {total_parameters(model) / 1e9:.3g} billion parameters, on {gpu}"
 
 
@@ -100,27 +97,17 @@ def assumptions(config: SimConfig) -> list[str]:
     cut, count = Lengths(config).cut(config.workload.steps)
     at = f"rollout.max_tokens, {config.rollout.max_tokens}"
     lines.append(f"{responses}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
-    if config.costs.table is not None:
-        measured = MeasuredCosts.load(config.costs.table).measured
-        lines.append(
-            f"engine steps cost what was measured in {config.costs.table} with up to {measured.requests:,} requests "
-            f"and {measured.cached_tokens:,} cached tokens; those of steps with more are extrapolated"
-        )
-    else:
-        c = config.costs
-        lines.append(
-            f"engine steps by a roofline: {c.bandwidth_efficiency:.0%} of the bandwidth, "
-            f"{c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with drafts"
-        )
-    if training.update_us_per_token is None:
-        teacher = "" if training.teacher is None else " and one of the teacher"
-        lines.append(
-            f"update of {2 * weight_passes(training)} operations a parameter and token, attention besides, and "
-            f"{training.logprob_passes} passes{teacher} before it, at {training.mfu:.0%} of the peak; responses "
-            "without a gradient, which a run leaves out of its update, are in it"
-        )
-    else:
-        lines.append(f"update of {training.update_us_per_token:g} us a token of a rank, as measured")
+    c = config.costs
+    lines.append(
+        f"engine steps by a roofline: {c.bandwidth_efficiency:.0%} of the bandwidth, "
+        f"{c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with drafts"
+    )
+    teacher = "" if training.teacher is None else " and one of the teacher"
+    lines.append(
+        f"update of {2 * weight_passes(training)} operations a parameter and token, attention besides, and "
+        f"{training.logprob_passes} passes{teacher} before it, at {training.mfu:.0%} of the peak; responses "
+        "without a gradient, which a run leaves out of its update, are in it"
+    )
     if config.idle.train_drafter or config.rollout.speculation.trained:
         lines.append(
             f"an update of the policy undoes {training.drift:.0%} of the drafter's adaptation; "

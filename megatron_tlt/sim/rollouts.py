@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.data.prompt_queue import PromptQueue, first_share
-from megatron_tlt.sim.cost_model import CostModel
+from megatron_tlt.sim.cost_model import Roofline
 from megatron_tlt.sim.decisions import RateTable
 from megatron_tlt.sim.drift import Drift
 from megatron_tlt.sim.scheduling import add_group, new_scheduler, plain_result, run_result
@@ -66,7 +66,7 @@ class PreRolled:
 class Rollouts:
     """Rollouts of replicas that are alike."""
 
-    def __init__(self, config: SimConfig, costs: CostModel, num_replicas: int):
+    def __init__(self, config: SimConfig, costs: Roofline, num_replicas: int):
         self._config, self._costs, self._num_replicas = config, costs, num_replicas
 
     def run(self, lengths: np.ndarray, table: RateTable, pre_rolled: PreRolled | None = None) -> list[ReplicaRollout]:
@@ -141,7 +141,7 @@ class _Replica:
     def __init__(
         self,
         config: SimConfig,
-        costs: CostModel,
+        costs: Roofline,
         table: RateTable,
         lengths: np.ndarray,
         prompts: PromptQueue,

@@ -31,7 +31,7 @@ def new_scheduler(config: SimConfig, quantum: int, rows: int) -> QuantaScheduler
     block = 4 if quantum > KV_BLOCK else max(1, KV_BLOCK // quantum)
     room = cache_tokens(config)
     enough = rows * (-(-context // block) + 1)
-    blocks = enough if room is None else min(enough, max(room // (block * quantum), -(-context // block) + 1))
+    blocks = min(enough, max(room // (block * quantum), -(-context // block) + 1))
     # In quanta a decoding row would take a whole one of the budget of prompt tokens: it gets that back.
     budget = quanta(rollout.max_batched_tokens, quantum) + (rows if quantum > 1 else 0)
     return QuantaScheduler(SchedulerLimits(rows, budget, context, 1), BlockManager(blocks, block))

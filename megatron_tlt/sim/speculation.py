@@ -22,7 +22,7 @@ from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRollouts
 from megatron_tlt.rollout.speculation.selector import StrategySelector, build_selector
 from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
 from megatron_tlt.sim.acceptance import AcceptanceModel, SimDraft
-from megatron_tlt.sim.cost_model import CostModel
+from megatron_tlt.sim.cost_model import Roofline
 from megatron_tlt.sim.drift import Drift
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
@@ -41,7 +41,7 @@ class StepCounts:
 class Speculation:
     """The decisions of one replica. Mutates its selector and counts."""
 
-    def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
+    def __init__(self, config: SimConfig, costs: Roofline, seed: tuple[int, ...]):
         section, rollout = config.rollout.speculation, config.rollout
         self._costs, self._trained = costs, section.trained
         self._rng, self._rng_of_mixed = np.random.default_rng(seed), np.random.default_rng((*seed, 1))

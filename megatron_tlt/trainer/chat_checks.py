@@ -1,4 +1,4 @@
-"""A run's chat template, stop strings and reward patterns against its tokenizer's files. Imports no `transformers`.
+"""A run's chat template, stop strings and reward patterns against its tokenizer.
 
 `check` and every start call it; a tokenizer that is not on this machine is not looked at.
 """
@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import Messages, with_system
-from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
-from megatron_tlt.data.special_tokens import pattern_problem, special_tokens_of, stop_problems
+from megatron_tlt.data.chat_template import ChatTemplate
+from megatron_tlt.data.special_tokens import pattern_problem, stop_problems
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError, shortened
-from megatron_tlt.trainer.chat_settings import template_settings
+from megatron_tlt.trainer.token_checks import tokenizer_here
 from megatron_tlt.types import Prompt
 
 # Renders a prompt with tools. Raises DataError.
@@ -24,13 +25,10 @@ Renderer: TypeAlias = Callable[[str | Messages, Sequence[dict[str, Any]]], str]
 
 def chat_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """A chat template that cannot be used, variables without one, and special tokens in stop strings and patterns."""
-    directory, rl = _directory(config), config.rl
-    if directory is None:
+    tokenizer, rl = tokenizer_here(config), config.rl
+    if tokenizer is None:
         return []
-    try:
-        problems = [] if rl is None else _special_token_problems(rl, directory)
-    except CheckpointError as error:
-        problems = [ConfigProblem("model.tokenizer", str(directory), str(error))]
+    problems = [] if rl is None else _special_token_problems(rl, tokenizer)
     render, unusable = prompt_renderer(config)
     if render is not None and rl is not None and rl.data.train.path is None:
         try:
@@ -43,51 +41,44 @@ def chat_problems(config: TrainingConfig) -> list[ConfigProblem]:
     return problems + unusable
 
 
-def _open_template(
-    directory: Path, fields: tuple[str, str], given: TemplateSettings
+def _usable_template(
+    tokenizer: HFTokenizer, fields: tuple[str, str], kwargs: dict[str, Any]
 ) -> tuple[ChatTemplate | None, list[ConfigProblem]]:
-    """The chat template in `directory`; None without one that can be used, and problems where one is needed.
+    """The tokenizer's chat template; None without one that can be used, and problems where one is needed.
 
-    `fields`: of the template's use and of its variables.
+    `fields`: of the template's use and of its variables, which are `kwargs`.
     """
+    template = tokenizer.template
     try:
-        template = ChatTemplate.read(directory, given)
         if template is not None:
             template.variables()
     except CheckpointError as error:
         return None, [ConfigProblem(fields[0], True, f"needs a template that can be used: {error}")]
-    if template is None and given.kwargs:
-        return None, [ConfigProblem(fields[1], given.kwargs, f"needs a chat template, and {directory} has none")]
+    if template is None and kwargs:
+        return None, [ConfigProblem(fields[1], kwargs, f"needs a chat template, and {tokenizer.name} has none")]
     return template, []
 
 
 def generation_chat_problems(
-    model: Path, chat: bool, kwargs: dict[str, Any], stops: Sequence[str]
+    tokenizer: HFTokenizer, chat: bool, kwargs: dict[str, Any], stops: Sequence[str]
 ) -> list[ConfigProblem]:
     """A chat template that `generate --chat` cannot use, and special tokens in stop strings."""
-    if not model.is_dir():
-        return []
     fields = "--chat", "--chat-template-kwargs"
-    template, problems = _open_template(model, fields, TemplateSettings(kwargs)) if chat else (None, [])
+    template, problems = _usable_template(tokenizer, fields, kwargs) if chat else (None, [])
     if chat and template is None and not problems:
-        problems = [ConfigProblem("--chat", True, f"needs a chat template, and {model} has none")]
-    try:
-        return [*problems, *stop_problems("--stop", stops, special_tokens_of(model) if stops else frozenset())]
-    except CheckpointError as error:
-        return [*problems, ConfigProblem("--model", str(model), str(error))]
+        problems = [ConfigProblem("--chat", True, f"needs a chat template, and {tokenizer.name} has none")]
+    return [*problems, *stop_problems("--stop", stops, tokenizer.special_tokens)]
 
 
-def plain_prompt_warning(model: Path, prompts: Sequence[Prompt]) -> str | None:
+def plain_prompt_warning(tokenizer: HFTokenizer, prompts: Sequence[Prompt]) -> str | None:
     """A warning of prompts that a model with a chat template gets as plain text. Looks at the first text; one with a
     special token is a rendered conversation.
     """
     text = next((prompt.text for prompt in prompts if prompt.text), None)
-    try:
-        if text is None or ChatTemplate.read(model) is None or any(t in text for t in special_tokens_of(model)):
-            return None
-    except CheckpointError:  # nothing reads the template here
+    if text is None or tokenizer.template is None or any(token in text for token in tokenizer.special_tokens):
         return None
-    return f"the tokenizer of {model} has a chat template, and the prompts are plain text: --chat puts them into it"
+    there = f"the tokenizer of {tokenizer.name} has a chat template"
+    return f"{there}, and the prompts are plain text: --chat puts them into it"
 
 
 def chat_warnings(config: TrainingConfig) -> list[str]:
@@ -95,48 +86,45 @@ def chat_warnings(config: TrainingConfig) -> list[str]:
 
     For a configuration without problems.
     """
-    directory = _directory(config)
-    name, section = config.chat_name, config.chat
-    if directory is None or not section.chat_template:
+    tokenizer, section = tokenizer_here(config), config.chat
+    if tokenizer is None or not section.chat_template:
         return []
-    of_processor = directory / "chat_template.json"
-    if of_processor.is_file() and ChatTemplate.read(directory) is None:
+    of_processor = Path(tokenizer.name) / "chat_template.json"
+    if of_processor.is_file() and tokenizer.template is None:
         return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
                 "its text in chat_template.jinja would be used")]  # fmt: skip
-    return unread_warnings(directory, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
+    return unread_warnings(tokenizer, f"{config.chat_name}.chat_template_kwargs", section.chat_template_kwargs)
 
 
 def unread_tools(config: Config, tools: Sequence[dict[str, Any]]) -> str | None:
     """A warning of an environment's tools that the chat template does not show to the model."""
-    directory = _directory(config)
-    template = ChatTemplate.read(directory) if tools and directory is not None and config.data.chat_template else None
-    if template is None or "tools" in template.variables():
+    tokenizer = tokenizer_here(config) if tools and config.data.chat_template else None
+    if tokenizer is None or tokenizer.template is None or "tools" in tokenizer.template.variables():
         return None
     names = shortened([tool["function"]["name"] for tool in tools])
-    return f"env: the chat template in {directory} does not read 'tools', so no prompt says that there are {names}"
+    return f"env: the chat template in {tokenizer.name} does not read 'tools', so no prompt says that there are {names}"
 
 
-def unread_warnings(directory: Path, field: str, kwargs: dict[str, Any]) -> list[str]:
-    """A line for each of `kwargs` that the chat template in `directory` does not read."""
-    template = ChatTemplate.read(directory) if kwargs else None
-    if template is None:
+def unread_warnings(tokenizer: HFTokenizer, field: str, kwargs: dict[str, Any]) -> list[str]:
+    """A line for each of `kwargs` that the tokenizer's chat template does not read."""
+    if tokenizer.template is None or not kwargs:
         return []
-    read, lines = template.variables(), []
+    read, lines = tokenizer.template.variables(), []
     for key in sorted(kwargs.keys() - read):
         close = get_close_matches(key, read, n=1)
         hint = f"; it reads {close[0]!r}" if close else ""
-        lines.append(f"{field}: the chat template in {directory} does not read {key!r}, which changes nothing{hint}")
+        unread = f"the chat template in {tokenizer.name} does not read {key!r}"
+        lines.append(f"{field}: {unread}, which changes nothing{hint}")
     return lines
 
 
 def prompt_renderer(config: TrainingConfig) -> tuple[Renderer | None, list[ConfigProblem]]:
     """Renders prompts as the run will; None without a chat template here, or with one that cannot be used, and why."""
-    directory = _directory(config)
-    name, section = config.chat_name, config.chat
-    if directory is None or not section.chat_template:
+    tokenizer, name, section = tokenizer_here(config), config.chat_name, config.chat
+    if tokenizer is None or not section.chat_template:
         return None, []
     fields = f"{name}.chat_template", f"{name}.chat_template_kwargs"
-    template, problems = _open_template(directory, fields, template_settings(config))
+    template, problems = _usable_template(tokenizer, fields, section.chat_template_kwargs)
     if template is None:
         return None, problems
     system = None if config.rl is None else config.rl.data.system_prompt
@@ -148,18 +136,8 @@ def prompt_renderer(config: TrainingConfig) -> tuple[Renderer | None, list[Confi
     return render, []
 
 
-def _special_token_problems(config: Config, directory: Path) -> list[ConfigProblem]:
-    stops = config.rollout.stop
-    functions = config.rewards.functions
+def _special_token_problems(config: Config, tokenizer: HFTokenizer) -> list[ConfigProblem]:
+    functions, special = config.rewards.functions, tokenizer.special_tokens
     patterns = {f"rewards.functions.{i}.pattern": f.pattern for i, f in enumerate(functions) if f.pattern is not None}
-    if not (stops or patterns):
-        return []
-    special = special_tokens_of(directory)
     found = [pattern_problem(field, pattern, special) for field, pattern in patterns.items()]
-    return [*stop_problems("rollout.stop", stops, special), *(problem for problem in found if problem is not None)]
-
-
-def _directory(config: TrainingConfig) -> Path | None:
-    """The tokenizer's directory, if it is on this machine."""
-    directory = Path(config.model.tokenizer_path)
-    return directory if directory.is_dir() else None
+    return [*stop_problems("rollout.stop", config.rollout.stop, special), *filter(None, found)]

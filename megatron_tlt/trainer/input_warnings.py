@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning
+from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning, warmup_warning
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
@@ -33,8 +33,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     """
     found = _of_model(config)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
-    own.append(learning_rate_warning(config, shape_of(config.model)))
-    own.append(schedule_warning(config))
+    own += [learning_rate_warning(config, shape_of(config.model)), warmup_warning(config), schedule_warning(config)]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 

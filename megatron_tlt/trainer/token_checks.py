@@ -19,8 +19,11 @@ from megatron_tlt.trainer.environments import turn_tokens
 
 
 def open_tokenizer(config: TrainingConfig) -> HFTokenizer:
-    """The tokenizer of the model, or the one named beside it. Raises CheckpointError, ConfigError."""
-    rows = ModelConfig.from_hf(config.model.path).vocab_size
+    """The tokenizer of the model, or the one named beside it. Raises CheckpointError.
+
+    Where the model is not on this machine, no token is beyond its embedding.
+    """
+    rows = None if (model := _model(config)) is None else model.vocab_size
     return read_tokenizer(_source(config)[1], rows, template_settings(config))
 
 
@@ -32,20 +35,19 @@ def tokenizer_problems(config: TrainingConfig) -> list[ConfigProblem]:
     if not has_tokenizer(source):
         allowed = "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
         return [ConfigProblem(field, str(source), allowed)]
-    if (model := _model(config)) is None:
-        return []
     try:
         tokenizer = open_tokenizer(config)
     except CheckpointError as error:
         return [ConfigProblem(field, str(source), str(error))]
-    return embedding_problems(field, tokenizer, model.vocab_size, chat=config.chat.chat_template)
+    model, chat = _model(config), config.chat.chat_template
+    return [] if model is None else embedding_problems(field, tokenizer, model.vocab_size, chat=chat)
 
 
 def tokenizer_here(config: TrainingConfig) -> HFTokenizer | None:
-    """The tokenizer; None where it or the model is not on this machine, or cannot be read."""
+    """The tokenizer; None where it is not on this machine or cannot be read."""
     try:
         return open_tokenizer(config) if has_tokenizer(_source(config)[1]) else None
-    except (CheckpointError, ConfigError):
+    except CheckpointError:
         return None
 
 
@@ -97,11 +99,11 @@ def record_problems(config: TrainingConfig) -> list[ConfigProblem]:
 def turn_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """A chat template on this machine that does not fit the configuration's environment. Imports the environment."""
     tokenizer, env = tokenizer_here(config), None if config.rl is None else config.rl.env
-    if env is None or tokenizer is None:
+    if env is None or tokenizer is None or (model := _model(config)) is None:  # which may name other stop tokens
         return []
     try:
-        ends = () if (model := _model(config)) is None else model.eos_token_ids
-        turn_tokens(env, tokenizer, environment_tools(env), chat=config.chat.chat_template, ends=ends)
+        ends, tools = model.eos_token_ids, environment_tools(env)
+        turn_tokens(env, tokenizer, tools, chat=config.chat.chat_template, ends=ends)
     except ConfigError as error:
         return error.problems
     return []

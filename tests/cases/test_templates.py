@@ -83,6 +83,25 @@ def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: p
     assert "chat_template.json is read for processors of images only" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("", "rollout.stop = '3<|end|>': has the special token '<|end|>'"),
+        ("chat_template.jinja", "data.chat_template = True: needs a template that can be used: "),
+        ("tokenizer.json", "no usable tokenizer: "),
+    ],
+)
+def test_a_tokenizer_here_is_checked_where_its_model_is_elsewhere(
+    broken: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, row = chat_model(tmp_path / "m", QWEN3), {"prompt": "1 + 2", "answer": "3"}
+    if broken:
+        (model / broken).write_text("{%")
+    places = "model.path=not/here", f"model.tokenizer={model}", "rollout.stop=['3<|end|>']"
+    assert main([*arguments("check", model, row, *places), "--elsewhere"]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.mpi
 def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, row = chat_model(tmp_path / "m", QWEN3), {"prompt": "1 + 2", "answer": "3"}

@@ -16,7 +16,7 @@ from megatron_tlt.config.load import build_config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.sim import decisions
-from megatron_tlt.sim.cost_model import CostModel
+from megatron_tlt.sim.cost_model import Roofline
 from megatron_tlt.sim.rollouts import ReplicaRollout
 from megatron_tlt.sim.scheduling import add_group, new_scheduler, plain_result, run_result
 from megatron_tlt.sim.speculation import Speculation, StepCounts
@@ -72,7 +72,7 @@ def straight(ends: list[float], rate: float = 100.0, requests: int = 4) -> list[
 class ExactReplica:
     """One engine through many rollouts: selector and scheduler keep their state, as in a run."""
 
-    def __init__(self, config: SimConfig, costs: CostModel, seed: tuple[int, ...]):
+    def __init__(self, config: SimConfig, costs: Roofline, seed: tuple[int, ...]):
         self._config, self._costs = config, costs
         self.speculation = Speculation(config, costs, seed)
         self._scheduler = new_scheduler(config, 1, config.rollout.max_running_requests)

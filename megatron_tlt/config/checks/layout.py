@@ -174,20 +174,14 @@ def pp_problems(shape: ArchitectureConfig | None, path: str, pp: int) -> Problem
 
 def check_architecture(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:
     """Fields of `model.architecture` that contradict `model.path`."""
-    yield from contradictions("model.architecture", config.model.architecture, shape, config.model.path)
-
-
-def contradictions(
-    path: str, promised: ArchitectureConfig | None, shape: ArchitectureConfig | None, directory: str
-) -> Problems:
-    """Fields of an expected shape, a section at `path`, that differ from the shape in `directory`; None: unknown."""
+    promised, path = config.model.architecture, config.model.path
     if promised is None or shape is None:
         return
     for name, value in promised:
         there = getattr(shape, name)
         is_same = promised.moe_layers == shape.moe_layers if name == "dense_layers" else there == value
         if not is_same:
-            yield ConfigProblem(f"{path}.{name}", value, f"contradicts {directory}, which has {there!r}")
+            yield ConfigProblem(f"model.architecture.{name}", value, f"contradicts {path}, which has {there!r}")
 
 
 def check_batch(config: Config, num_ranks: int) -> Problems:

@@ -205,6 +205,17 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
     )
 
 
+def warmup_warning(config: TrainingConfig) -> str | None:
+    """The warning where a constant learning rate is not reached; with a decaying one that is refused."""
+    warmup, steps = config.optimizer.warmup_steps, config.optimizer_steps
+    if warmup <= steps:
+        return None
+    reached = config.optimizer.lr * steps / warmup
+    return (
+        f"optimizer.warmup_steps = {warmup} exceeds the {steps} optimizer steps: the last one's rate is {reached:.3g}"
+    )
+
+
 def check_optimizer(optimizer: OptimizerSection, total_steps: int) -> Problems:
     """Learning rate and schedule; `total_steps` counts optimizer steps of the run."""
     if optimizer.min_lr > optimizer.lr:

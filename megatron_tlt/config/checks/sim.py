@@ -9,13 +9,6 @@ from megatron_tlt.errors import ConfigProblem, Problems
 
 def check_sim(config: SimConfig) -> Problems:
     """Fields that contradict each other or the model."""
-    measured = config.training
-    known = measured.update_us_per_token is not None and measured.push_seconds is not None
-    if config.model is None and not (config.costs.table and known and measured.micro_step_ms is not None):
-        needed = "needs a shape, or costs.table and training.update_us_per_token, push_seconds and micro_step_ms"
-        yield ConfigProblem("model", None, needed)
-    if config.cluster.gpu == "cpu" and config.costs.table is None:
-        yield ConfigProblem("cluster.gpu", "cpu", "needs costs.table: there is no roofline of a CPU")
     if config.rollout.carry_over is not None:
         allowed = "must be null in a simulation, whose steps finish their responses"
         yield ConfigProblem("rollout.carry_over", config.rollout.carry_over, allowed)

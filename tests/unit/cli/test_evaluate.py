@@ -18,7 +18,8 @@ def test_weights_that_are_not_read_are_named(
     overrides: list[str], is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
-    said = _what(config, 4)
+    said, repeated = _what(config, 4, 4), _what(config, 3, 4)
+    assert "on 3 prompts of data.eval (basic" in repeated and ") in 4 rows" in repeated and " rows" not in said
     assert "on 4 prompts of data.eval (basic_arithmetic" in said and "at eval.temperature = 1, rewards: task" in said
     monkeypatch.setattr("megatron_tlt.trainer.preflight.check_on", lambda *_: None)
     world: Any = SimpleNamespace(is_main=True)

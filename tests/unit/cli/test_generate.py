@@ -10,6 +10,7 @@ import pytest
 from megatron_tlt.backends import build
 from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 from megatron_tlt.trainer.chat_checks import plain_prompt_warning
 from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
@@ -72,7 +73,7 @@ def test_plain_prompts_of_a_chat_model_are_named(tmp_path: Path, template: str |
     model, file = chat_model(tmp_path / "m", template), tmp_path / "p.jsonl"
     file.write_text(line + "\n")
     prompts = file_prompts(file, Codes(), chat=False)
-    assert (plain_prompt_warning(model, prompts) is not None) == is_warned
+    assert (plain_prompt_warning(HFTokenizer(model), prompts) is not None) == is_warned
 
 
 def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_line(

@@ -74,7 +74,7 @@ def test_check_reports_and_shows_the_configuration_where_it_is_asked_to(capsys, 
 def test_two_runs_are_printed_and_have_no_page(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1, "time/step": 2.0}\n')
     command = ["report", str(tmp_path), str(tmp_path)]
-    assert main(command) == 0 and "They are equally fast: 2.0 s" in capsys.readouterr().out
+    assert main(command) == 0 and "They are equally fast: 2 s" in capsys.readouterr().out
     assert main([*command, "-o", str(tmp_path / "r.html")]) == 2
     assert "a comparison is printed" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
 

@@ -112,8 +112,12 @@ def test_other_roots_have_the_same_rule(root: str, monkeypatch: pytest.MonkeyPat
     if root == "sft":
         assert load_config(ROOT / "configs/sft-demo.yaml", (), SftConfig).sft.out == str(ROOT / "assets/demo-policy")
     else:
-        table = load_config(ROOT / "configs/sim/quickstart.yaml", (), SimConfig).costs.table
-        assert table == str(ROOT / "benchmarks/results/step-costs-quickstart-cpu.json")
+        (tmp_path / "far").mkdir()
+        text = f"defaults: [{ROOT / 'configs/sim/paper-7b.yaml'}]\nworkload: {{lengths: {{path: lengths.txt}}}}\n"
+        (tmp_path / "far/sim.yaml").write_text(text)
+        assert load_config(tmp_path / "far/sim.yaml", (), SimConfig).workload.lengths.path == str(
+            tmp_path / "far/lengths.txt"
+        )
 
 
 def test_the_home_directory_is_meant_and_variables_are_refused(

@@ -8,8 +8,6 @@ from tests.helpers.sim import sim_config
 @pytest.mark.parametrize(
     ("overrides", "path"),
     [
-        (["model=null"], "model"),
-        (["cluster.gpu=cpu"], "cluster.gpu"),
         (["rollout.tp=3"], "rollout.tp"),
         (["training.tp=16"], "training.tp"),
         (["rollout.tp=8"], "rollout.tp"),  # of 4 key/value heads

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_tlt.data.chat import as_messages
-from megatron_tlt.data.chat_template import ChatTemplate, TemplateSettings
+from megatron_tlt.data.chat_template import TemplateSettings
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, DataError
 from tests.helpers.chat_models import (
@@ -37,7 +37,7 @@ BLOCKS = """{%- for m in messages %}{%- if loop.index > 9 %}{%- break %}{%- endi
 
 
 def rendered(directory: Path, messages: list[dict[str, Any]], tools: Any = (), **kwargs: Any) -> str:
-    template = ChatTemplate.read(directory, TemplateSettings(kwargs, date(2026, 1, 2)))
+    template = HFTokenizer(directory, template=TemplateSettings(kwargs, date(2026, 1, 2))).template
     assert template is not None
     return template.render(as_messages(messages), tools)
 
@@ -76,7 +76,7 @@ def test_a_conversation_is_rendered_as_by_transformers(
 def test_today_is_the_date_that_was_given(tmp_path: Path) -> None:
     directory = chat_model(tmp_path / "m", LLAMA3_2)
     assert "Today: 02 Jan 2026" in rendered(directory, [USER])
-    now = ChatTemplate.read(directory)
+    now = HFTokenizer(directory).template
     assert now is not None
     assert datetime.now().strftime("%d %b %Y") in now.render([USER])
 
@@ -146,7 +146,7 @@ def test_templates_come_from_the_files_that_transformers_reads(tmp_path: Path) -
         assert ours.has_chat_template == (theirs.chat_template is not None)
         for tools in (None, TOOLS) if ours.has_chat_template else ():
             expected = theirs.get_chat_template(tools=tools)[0]
-            template = ChatTemplate.read(directory)
+            template = ours.template
             assert template is not None
             assert template._texts[template._name(bool(tools))][0].startswith(expected)
     nameless = chat_model(tmp_path / "nameless", None, chat_template=named[1:])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from huggingface_hub import constants
 
 from megatron_tlt.cli import drafter, evaluate, generate
@@ -24,15 +23,7 @@ from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
-from megatron_tlt.data.hub import (
-    cached,
-    fetch_argument,
-    hub_name,
-    is_name,
-    names_of,
-    on_this_machine,
-    with_names,
-)
+from megatron_tlt.data.hub import cached, fetch_argument, hub_name, is_name, names_of, on_this_machine, with_names
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.state_file import drafter_state_writer
 from megatron_tlt.errors import ConfigError, ConfigProblem
@@ -110,24 +101,11 @@ def problems_of(*settings: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("Qwen/Qwen2.5-7B", True),
-        ("Qwen/Qwen2.5-7B@refs/pr/1", True),
-        ("data/train.jsonl", False),
-        ("./models/x", False),
-        ("../x", False),
-        ("/data/x", False),
-        ("a/b/c", False),
-        ("gpt2", False),
-        ("assets/demo-policy", False),  # is there
-        (None, False),
-    ],
-)
-def test_a_name_has_an_owner_and_is_no_path(value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_has_an_owner_and_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert is_name(value) is expected
+    names = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B@refs/pr/1"
+    others = "data/train.jsonl", "./models/x", "../x", "/data/x", "a/b/c", "gpt2", "assets/demo-policy"
+    assert [value for value in (*names, *others, None) if is_name(value)] == [*names]
 
 
 def test_only_the_files_that_are_read_are_fetched_and_only_once(hub: Hub, settings: list[str]) -> None:
@@ -360,18 +338,17 @@ def test_a_cache_that_another_tool_filled_is_read(
 ) -> None:
     """Snapshots and refs, as `hf download` leaves them; without listings of the repositories."""
     pretend(monkeypatch, "http://127.0.0.1:9", tmp_path, offline=True)
-    for folder, files in (("models--a--policy", POLICY), ("datasets--a--rows", ROWS)):
+    kinds, commit = {"models--a--policy": POLICY, "datasets--a--rows": ROWS}, "1" * 40
+    for folder, files in kinds.items():
         for name, data in files.items():
-            path = tmp_path / folder / "snapshots" / ("1" * 40) / name
+            path = tmp_path / folder / "snapshots" / commit / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         (tmp_path / folder / "refs").mkdir()
-        (tmp_path / folder / "refs/main").write_text("1" * 40)
+        (tmp_path / folder / "refs/main").write_text(commit)
     local = on_this_machine(configured(settings), ALONE)
-    assert (local.model.path, local.data.train.path) == (
-        str(tmp_path / "models--a--policy/snapshots" / ("1" * 40)),
-        str(tmp_path / "datasets--a--rows/snapshots" / ("1" * 40)),
-    )
+    snapshots = [str(tmp_path / folder / "snapshots" / commit) for folder in kinds]
+    assert [local.model.path, local.data.train.path] == snapshots
 
 
 @pytest.mark.slow
@@ -410,14 +387,19 @@ def test_a_path_that_exists_wins_over_a_name(
 class OneOfFour(ThreadRank):
     """Ranks 0 and 1 on host a, 2 and 3 on host b."""
 
-    store = dist.HashStore()
     current = threading.local()
+    calls: list[tuple[int, str]]
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def wait_for_all(self) -> None:
+        self.calls.append((self.rank, "wait"))
+        self._barrier.wait()
+
     def all_gather_object(self, value: Any) -> list[Any]:
+        self.calls.append((self.rank, "gather"))
         self._shared[self.rank] = value
         self._barrier.wait()
         gathered = [*self._shared]
@@ -427,8 +409,7 @@ class OneOfFour(ThreadRank):
 
 def fetched_by_four(monkeypatch: pytest.MonkeyPatch, download: Any) -> list[Path | str]:
     """What `fetch_argument` of a/policy returns or raises on every rank, where leaders call `download(rank, ...)`."""
-    monkeypatch.setattr(hub_module, "_WAIT_S", 0.05)
-    monkeypatch.setattr(OneOfFour, "store", dist.HashStore())
+    monkeypatch.setattr(OneOfFour, "calls", [], raising=False)
     rank_of_thread = OneOfFour.current
     monkeypatch.setattr(socket, "gethostname", lambda: "ab"[rank_of_thread.rank // 2])
     monkeypatch.setattr(hub_module, "_download_all", lambda *args: download(rank_of_thread.rank, *args))
@@ -444,23 +425,20 @@ def fetched_by_four(monkeypatch: pytest.MonkeyPatch, download: Any) -> list[Path
     return thread_ranks.on_ranks(4, body)
 
 
-def test_the_first_rank_of_a_node_fetches_and_the_others_wait_with_a_message(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_first_rank_of_a_node_fetches_and_the_others_wait_in_no_collective(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, leaders = hub_module._download_all, []
 
-    def slow(rank: int, *args: Any) -> Any:
+    def download(rank: int, *args: Any) -> Any:
         leaders.append(rank)
-        time.sleep(0.5)
         return real(*args)
 
-    directories = fetched_by_four(monkeypatch, slow)
+    directories = fetched_by_four(monkeypatch, download)
     assert len(set(directories)) == 1 and (Path(directories[3]) / "model.safetensors").is_file()
     assert sorted(leaders) == [0, 2]
+    assert [call for rank, call in OneOfFour.calls if rank == 3] == ["gather", "wait", "gather"]
     assert len(hub.fetched("/model.safetensors")) == 1, "nodes that share a cache fetch a file once"
-    said = capsys.readouterr().err
-    assert "rank 1 waits for rank 0, which fetches --model" in said
-    assert "rank 3 waits for rank 2, which fetches --model" in said
 
 
 def test_a_node_that_cannot_fetch_ends_the_ranks_of_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

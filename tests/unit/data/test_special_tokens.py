@@ -1,30 +1,12 @@
-"""Special tokens of a tokenizer's files, in stop strings and patterns."""
+"""Special tokens in stop strings and patterns."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from megatron_tlt.data.special_tokens import (
-    named_tokens_of,
-    pattern_problem,
-    special_tokens_of,
-    stop_problems,
-)
-from megatron_tlt.data.tokenizer import HFTokenizer
-from tests.helpers.chat_models import DEMO_POLICY, chat_model
+from megatron_tlt.data.special_tokens import pattern_problem, stop_problems
 
 SPECIAL = frozenset({"<|end|>", "<answer>", "</answer>"})
-
-
-def test_the_files_name_the_tokens_that_transformers_skips(tmp_path: Path) -> None:
-    decoder = {"2": {"content": "<|end|>", "special": True}, "9": {"content": "<think>", "special": False}}
-    end = {"__type": "AddedToken", "content": "<|end|>"}
-    listed = chat_model(tmp_path / "m", "x", added_tokens_decoder=decoder, eos_token=end)
-    for directory in (DEMO_POLICY, listed):
-        assert special_tokens_of(directory) == set(HFTokenizer(directory).special_tokens)
-        assert named_tokens_of(directory).items() <= HFTokenizer(directory)._tokenizer.special_tokens_map.items()
 
 
 @pytest.mark.parametrize(

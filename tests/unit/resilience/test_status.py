@@ -61,7 +61,11 @@ def test_damaged_and_missing_files_are_named_and_the_others_are_read(tmp_path, c
 
 def test_a_directory_without_status_and_one_before_its_first_step(tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 2
-    assert "no status files" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("no status files\n")
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished/config.json").write_text('{"sft": {}}')
+    assert main(["status", str(tmp_path)]) == 2
+    assert "no status files: `sft` made it" in capsys.readouterr().out
     write(tmp_path, {"step": -1})
     shown = status_text("RUN", read_status(tmp_path))  # no path that could have the number in it
     assert "before its first step; 1 of 3" in shown and "-1" not in shown

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 import pytest
@@ -6,9 +5,7 @@ import pytest
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.sim import SimCostSection
-from megatron_tlt.errors import ConfigError
-from megatron_tlt.sim.cost_model import GPUS, MeasuredCosts, Roofline, build_costs, cache_tokens, kv_bytes
-from megatron_tlt.sim.modes import assumptions
+from megatron_tlt.sim.cost_model import GPUS, Roofline, cache_tokens, kv_bytes
 from tests.helpers.sim import MODEL, sim_config
 
 SHAPE = ArchitectureConfig.model_validate(MODEL)
@@ -69,33 +66,3 @@ def test_the_cache_takes_what_the_weights_leave():
     weights = 2 * 7.6e9
     assert small == pytest.approx((80e9 * 0.85 - weights) / kv_bytes(SHAPE), rel=0.01)
     assert cache_tokens(sim_config("rollout.kv_cache_mib=1024")) == 2**30 // kv_bytes(SHAPE)
-
-
-def test_a_measured_table_is_read_and_checked(tmp_path):
-    path = tmp_path / "t.json"
-    table = {
-        "plain": [1.0, 0.1, 0.001],
-        "verify": [2.0, 0.1, 0.01, 0.001, 0.0004],
-        "drafts": {"suffix": [0.5, 0.1, 0.01]},
-        "prefill": [0.3, 0.002],
-    }
-    measured = {"model": MODEL, "device": "h100", "tp": 1, "requests": 128, "cached_tokens": 9000}
-    path.write_text(json.dumps({"table": table, "measured": measured}))
-    config = sim_config(f"costs.table={path}")
-    costs = build_costs(config)
-    assert costs.step(2, 2, 10, False) == pytest.approx(1.21)
-    assert costs.step(2, 5, 10, True) == pytest.approx(2.27)
-    assert costs.step(2, 102, 10, False) == pytest.approx(1.41)  # 100 rows of prompts beside 2 requests
-    assert costs.draft("suffix", 2, 3, 4) == pytest.approx(0.74)
-    assert costs.prefill(100) == pytest.approx(0.5)
-    assert any("up to 128 requests and 9,000 cached tokens" in text for text in assumptions(config))
-    with pytest.raises(ConfigError, match="measured were drafters suffix"):
-        costs.draft("eagle", 1, 1, 1)
-    others = {"model.num_layers": 27, "cluster.gpu": "h200", "rollout.tp": 2}
-    for field, value in others.items():
-        with pytest.raises(ConfigError, match=rf"{field} = .*{value}.*: contradicts costs\.table"):
-            build_costs(sim_config(f"costs.table={path}", f"{field}={value}"))
-    for text in ("{}", json.dumps({"table": table})):
-        path.write_text(text)
-        with pytest.raises(ConfigError, match=r"costs\.table"):
-            MeasuredCosts.load(str(path))

@@ -36,9 +36,7 @@ def setup(name: str) -> SimConfig:
 
 
 def costs(name: str, gpu: str, gpus: int) -> Roofline:
-    model = setup(name).model
-    assert model is not None
-    return Roofline(model, GPUS[gpu], gpus, SimCostSection())
+    return Roofline(setup(name).model, GPUS[gpu], gpus, SimCostSection())
 
 
 def speedup(engine: Roofline, batch: int, depth: int, verify: int, accepted: float) -> float:

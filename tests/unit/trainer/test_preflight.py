@@ -213,6 +213,16 @@ def test_a_learning_rate_that_does_not_fit_the_model_is_a_warning(lr, vocab_size
     assert not any("high for RL" in text for text in input_warnings(sft, "cpu"))
 
 
+@pytest.mark.parametrize(("warmup", "says"), [(4, []), (8, ["optimizer.warmup_steps = 8 exceeds the 4 optimizer"])])
+def test_a_warm_up_beyond_the_last_step_is_a_warning(warmup, says):
+    optimizer = {"lr": 1e-5, "warmup_steps": warmup}
+    sft = {"train_path": "t", "out": "o", "num_steps": 4}
+    tuned = SftConfig.model_validate({"model": {"path": "not/here"}, "optimizer": optimizer, "sft": sft})
+    for config in (tuned, make(optimizer=optimizer, train={"num_steps": 4})):
+        found = [text for text in input_warnings(config, "cpu") if "warmup" in text]
+        assert [text[: len(says[0])] for text in found] == says
+
+
 def test_an_environment_is_played_before_a_run():
     own = {"functions": [{"name": "python", "path": f"{REWARDS}:good"}]}
     report = check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}, rewards=own), 4)
