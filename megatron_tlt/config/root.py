@@ -221,9 +221,10 @@ class SftSection(Section):
     eval_split: str = "test"
     """Split of a data set in eval_path."""
     prompt_field: str = "prompt"
-    """Column of the prompt: a string or chat messages."""
+    """Column of the prompt: a string, or chat messages of which the last one is not the assistant's. messages: the
+    column has the whole conversation where a row has no completion."""
     completion_field: str = "completion"
-    """Column of the completion."""
+    """Column of the completion: a string with some text."""
     out: Annotated[str, FilePath()]
     """Hugging Face directory to write; `losses.jsonl` in it has a row a step."""
     num_steps: PositiveInt = 1000

@@ -18,7 +18,14 @@ from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
-from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of, without_absent
+from megatron_tlt.data.fields import (
+    check_not_read,
+    check_text,
+    checked_messages,
+    checked_prompt,
+    field_of,
+    without_absent,
+)
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
 from megatron_tlt.data.sources import errors_at, read_dataset
@@ -30,6 +37,8 @@ from megatron_tlt.types import Span
 
 EncodedRecord: TypeAlias = tuple[list[int], list[int], tuple[Span, ...]]  # prompt, response, spans that are given
 MESSAGES, _TOOLS = "messages", "tools"
+# Fields of a message by which other programs learn it or not, with the value that says yes. Of `mask` none is clear.
+_MARKS = {"weight": 1, "train": True, "training": True, "loss": True, "mask": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +90,42 @@ def encoded_records(
 
 
 def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Completion:
-    if MESSAGES in record and sft.prompt_field not in record:
+    if is_conversation(record, sft.prompt_field, sft.completion_field):
         return read_conversation(record, where)
-    prompt, completion = field_of(record, sft.prompt_field), field_of(record, sft.completion_field)
-    if not isinstance(completion, str) or prompt is None:
-        missing = sft.prompt_field if prompt is None else sft.completion_field
-        raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
+    value, completion = field_of(record, sft.prompt_field), field_of(record, sft.completion_field)
+    if not isinstance(completion, str) or value is None:
+        missing = sft.prompt_field if value is None else sft.completion_field
+        has_other = sft.prompt_field != MESSAGES and record.get(MESSAGES) is not None
+        hint = f"; sft.prompt_field={MESSAGES} takes {MESSAGES!r}" if has_other else ""
+        raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}{hint}")
+    if not completion.strip():
+        raise DataError(f"{where}: field {sft.completion_field!r} has no text to learn")
     check_text(completion, sft.completion_field, where)
-    tools = _tools(record.get(_TOOLS), where)
-    return Completion(checked_prompt(prompt, sft.prompt_field, where), (completion,), tools)
+    prompt = checked_prompt(value, sft.prompt_field, where, sft.completion_field)
+    check_not_read(record, prompt, where)
+    return Completion(prompt, (completion,), _tools(record.get(_TOOLS), where))
+
+
+def is_conversation(record: Mapping[str, Any], prompt_field: str, *responses: str) -> bool:
+    """Whether the column `messages` has prompt and response: beside no prompt, or as `prompt_field` beside none of the
+    columns `responses`.
+    """
+    is_prompt = prompt_field == MESSAGES and not any(field_of(record, name) is not None for name in responses)
+    return record.get(MESSAGES) is not None and (is_prompt or field_of(record, prompt_field) is None)
 
 
 def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
-    """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn. Raises DataError."""
+    """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn.
+
+    Raises DataError, also for a turn to learn that has no text, or that its fields say is not learned.
+    """
     messages = checked_messages(record[MESSAGES], MESSAGES, where)
     roles = [message["role"] for message in messages]
     if roles[-1] != "assistant":
         raise DataError(f"{where}: field {MESSAGES!r} must end with a message of the assistant")
     last_user = max(i for i, role in enumerate(roles) if role == "user")
     begin = roles.index("assistant", last_user)
+    check_not_read(record, messages, where)
     _check_learned(messages, begin, where)
     parts = groupby(messages[begin:], lambda m: m["role"])
     turns = [(role, [text_of(message["content"]) for message in part]) for role, part in parts]
@@ -113,11 +139,19 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
 
 def _check_learned(messages: Messages, begin: int, where: str) -> None:
     """The fields of the turns to learn, whose texts are tokenized as they stand. Raises DataError."""
-    for index in range(begin, len(messages)):
+    for index, message in enumerate(messages[begin:], start=begin):
+        place = f"{where}: field {MESSAGES!r}: message {index} has"
         for name in ("tool_calls", *THOUGHTS):
-            if messages[index].get(name):
-                allowed = "in a turn to learn they must be in content, as the model writes them"
-                raise DataError(f"{where}: field {MESSAGES!r}: message {index} has {name}: {allowed}")
+            if message.get(name):
+                raise DataError(f"{place} {name}: in a turn to learn they must be in content, as the model writes them")
+        if message["role"] != "assistant":
+            continue
+        for name, yes in _MARKS.items():
+            if message.get(name, yes) != yes:
+                allowed = "all of the assistant's after the user's last one are learned, whole"
+                raise DataError(f"{place} {name} {json.dumps(message[name])}: {allowed}")
+        if not text_of(message["content"]).strip():
+            raise DataError(f"{place} no text to learn")
 
 
 def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:

@@ -34,6 +34,7 @@ _OTHER_FORMATS = (
 )  # fmt: skip
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")  # of `datasets`: no rows
 DEFAULT_SPLIT = "train"
+_CSV_BLOCK = 2**28  # bytes: a row must fit into one, and the first one tells the types of columns
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})")
 _SHARD_OF_SPLIT = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*")
 
@@ -123,7 +124,20 @@ def read_dataset_files(
     if kinds == {"json"}:
         read = [(path, *found) for path in paths for found in zip(*read_json(path, spelled=True), strict=True)]
         return [record for _, record, _ in read], lambda row: f"{read[row][0]}:{read[row][2]}"
-    return _read_tables(paths, kinds.pop(), texts), lambda row: f"{directory}:{row}"
+    return of_text(_read_tables(paths, kinds.pop(), texts), directory), lambda row: f"{directory}:{row}"
+
+
+def of_text(rows: Any, path: Path) -> Any:
+    """`rows`, a table. Raises DataError for a column of images, audio or video with any; a row would decode them."""
+    import datasets
+
+    for name, feature in rows.features.items():
+        of_cell = getattr(feature, "feature", feature)
+        is_media = isinstance(of_cell, datasets.Image | datasets.Audio | datasets.Video)
+        if is_media and any(cell.as_py() for cell in rows.data.column(name)):
+            kind = type(of_cell).__name__
+            raise DataError(f"{path}: column {name!r} is of type {kind} and not empty: models read text only")
+    return rows
 
 
 def _packed(ending: str) -> list[str]:
@@ -144,7 +158,7 @@ def _read_tables(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> Any:
 
 
 def read_parquet(path: Path) -> pyarrow.Table:
-    """A file, or the files of a directory, checked to the last character. Raises DataError."""
+    """A file, checked to the last character. Raises DataError."""
     import pyarrow
     import pyarrow.parquet
 
@@ -161,11 +175,12 @@ def _read_csv(path: Path, delimiter: str, texts: Sequence[str]) -> pyarrow.Table
     import pyarrow
     import pyarrow.csv
 
+    block = pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK)
     parse = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     types = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
     try:
         with open_text(path) as file:
-            table = pyarrow.csv.read_csv(file, parse_options=parse, convert_options=types)
+            table = pyarrow.csv.read_csv(file, block, parse, types)
     except (*UNREADABLE, ValueError) as error:  # pyarrow's own are ValueErrors
         raise DataError(f"{path}: cannot be read: {error}") from error
     columns = table.column_names

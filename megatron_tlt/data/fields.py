@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.config.checks.texts import check_texts
-from megatron_tlt.data.chat import Messages, as_messages, as_prompt
+from megatron_tlt.data.chat import Messages, as_messages, as_prompt, text_of
 from megatron_tlt.data.json_files import JsonNumber
 from megatron_tlt.errors import DataError, did_you_mean
 from megatron_tlt.types import Answer
 
+_SYSTEM = ("system", "system_prompt")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+NOT_READ = (*_SYSTEM, *_MEDIA)
+"""Columns that other programs put before a prompt's text, or into it."""
 _LARGEST_EXPONENT = 400  # beyond it a number keeps its exponent; that of a double is less
 
 
@@ -51,13 +55,21 @@ def columns_hint(record: Mapping[str, Any], wanted: str) -> str:
     return f"; there are {', '.join(map(repr, sorted(record))) or 'none'}{hint}"
 
 
-def checked_prompt(value: Any, field: str, where: str) -> str | Messages:
-    """A string, or the messages of a chat to respond to. Raises DataError."""
+def checked_prompt(value: Any, field: str, where: str, response_field: str | None = None) -> str | Messages:
+    """A string, or the messages of a chat to respond to, without the response that they end with. Raises DataError.
+
+    `response_field`: the column that has the response: the messages must then have none.
+    """
     if isinstance(value, str) and value:
         check_text(value, field, where)
         return value
     if isinstance(value, list):
-        return as_prompt(checked_messages(value, field, where))
+        messages = checked_messages(value, field, where)
+        prompt = as_prompt(messages)
+        if response_field is not None and len(prompt) < len(messages):
+            allowed = f"must not end with a message of the assistant, for the response is field {response_field!r}"
+            raise DataError(f"{where}: field {field!r} {allowed}")
+        return prompt
     found = type(value).__name__ if value != "" else "an empty string"
     raise DataError(f"{where}: field {field!r} must be a string or a list of chat messages, found {found}")
 
@@ -70,6 +82,21 @@ def checked_messages(value: Any, field: str, where: str) -> Messages:
         raise DataError(f"{where}: field {field!r}: {error}") from error
     check_text(messages, field, where)
     return messages
+
+
+def check_not_read(record: Mapping[str, Any], prompt: str | Messages, where: str) -> None:
+    """Raises DataError for a column beside `prompt` that would belong to it: a system message that the prompt does not
+    begin with, or images, videos, audio.
+    """
+    for name in _MEDIA:
+        if record.get(name):
+            raise DataError(f"{where}: field {name!r} is not empty: models read text only (rename it if it is text)")
+    begin = prompt if isinstance(prompt, str) else text_of(prompt[0]["content"])
+    for name in _SYSTEM:
+        text = record.get(name)
+        if isinstance(text, str) and text.strip() not in ("", begin.strip()):
+            allowed = "does not reach the model: make it the first message of the prompt, or rename it"
+            raise DataError(f"{where}: field {name!r} {allowed}")
 
 
 def check_text(value: Any, field: str, where: str) -> None:

@@ -22,6 +22,7 @@ UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _FORM = "a file has one JSON object a line, or one list of them"
+_CSV = "; CSV and TSV are read from their directory: of prompts with kind: hf, or as sft.train_path"
 _MAGIC_BYTES = 6
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -74,7 +75,7 @@ def open_text(path: Path) -> Iterator[IO[bytes]]:
         if first.startswith(_UTF_16):
             raise DataError(f"{path}: is UTF-16 text, must be UTF-8")
         if first.startswith(b"PAR1"):
-            raise DataError(f"{path}: is a Parquet file (kind: parquet)")
+            raise DataError(f"{path}: is a Parquet file: prompts need kind: parquet, sft.train_path its directory")
         yield unpacked
 
 
@@ -122,7 +123,8 @@ def _numbered(file: IO[bytes], path: Path, decoder: json.JSONDecoder) -> Iterato
                 place += error.lineno - 1 if is_list else 0
                 reason = f"{error.msg} at character {error.colno}"
             nul = "; it has NUL bytes" if b"\0" in line else ""
-            raise DataError(f"{path}:{place}: not a JSON object: {reason}{nul} ({_FORM}, in UTF-8)") from error
+            csv = _CSV if {".csv", ".tsv"} & {*path.suffixes} else ""
+            raise DataError(f"{path}:{place}: not a JSON object: {reason}{nul} ({_FORM}, in UTF-8){csv}") from error
         is_first = False
 
 

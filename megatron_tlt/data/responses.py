@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_tlt.data.completions import MESSAGES, RecordTokens, read_conversation
-from megatron_tlt.data.fields import check_text, checked_prompt, columns_hint, field_of
+from megatron_tlt.data.completions import RecordTokens, is_conversation, read_conversation
+from megatron_tlt.data.fields import check_not_read, check_text, checked_prompt, columns_hint, field_of
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import errors_at
 from megatron_tlt.errors import DataError
@@ -121,7 +121,7 @@ def _tokens(
     prompt_field = config.data.train.prompt_field
     text: Any = row.get(_RESPONSE)
     prompt: Any = field_of(row, prompt_field)
-    if MESSAGES in row and prompt is None and _PROMPT_IDS not in row:
+    if _PROMPT_IDS not in row and is_conversation(row, prompt_field, _RESPONSE, _RESPONSE_IDS):
         record = read_conversation(row, where)
         with errors_at(where):
             return encoder.encode(record)
@@ -131,7 +131,8 @@ def _tokens(
         hint = columns_hint(row, prompt_field)
         raise DataError(f"{where}: field {prompt_field!r} or {_PROMPT_IDS!r} is missing{hint}")
     else:
-        prompt = checked_prompt(prompt, prompt_field, where)
+        prompt = checked_prompt(prompt, prompt_field, where, _RESPONSE_IDS if _RESPONSE_IDS in row else _RESPONSE)
+        check_not_read(row, prompt, where)
         with errors_at(where):
             prompt_ids = encoder.prompt(prompt)
     if _RESPONSE_IDS in row:

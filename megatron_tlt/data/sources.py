@@ -20,11 +20,20 @@ from megatron_tlt.data.dataset_files import (
     DEFAULT_SPLIT,
     Where,
     missing_shards,
+    of_text,
     read_dataset_files,
     read_parquet,
     unread_files,
 )
-from megatron_tlt.data.fields import checked_answer, checked_prompt, columns_hint, field_of, without_absent
+from megatron_tlt.data.fields import (
+    NOT_READ,
+    check_not_read,
+    checked_answer,
+    checked_prompt,
+    columns_hint,
+    field_of,
+    without_absent,
+)
 from megatron_tlt.data.hashing import digest, stamp
 from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.errors import DataError, no_such_file, shortened
@@ -191,11 +200,11 @@ class FileSource:
         return sha.hexdigest()[:16]
 
     def _records_to_check(self) -> Iterator[Mapping[str, Any]]:
-        """All records. Of tables only the columns of prompt and answer, in batches: a million rows take seconds."""
+        """All records. Of tables only the columns that are looked at, in batches: a million rows take seconds."""
         if not hasattr(self._records, "select_columns"):
             yield from self._records
             return
-        names = (self._config.prompt_field, self._config.answer_field)
+        names = (self._config.prompt_field, self._config.answer_field, *NOT_READ)
         there = self._records.column_names
         wanted = [c for c in there if any(name == c or name.startswith(f"{c}.") for name in names)]
         for batch in self._records.select_columns(wanted or there).iter(_CHECKED_AT_ONCE):
@@ -209,13 +218,16 @@ class FileSource:
         if (tokens := self._tokens(record)) is not None:
             _check_tokens(tokens, prompt, where)
         elif prompt is None:
-            there = columns_hint(record, self._config.prompt_field)
+            there = columns_hint(self._records[index], self._config.prompt_field)  # `record` may lack columns
             raise DataError(f"{where}: no field {self._config.prompt_field!r}{there}")
         value = field_of(record, self._config.answer_field)
         if value is not None and self._narrow is not None:
             value = [*map(self._narrow, value)] if isinstance(value, list) else self._narrow(value)
         answer = checked_answer(value, self._config.answer_field, where)
-        text = "" if tokens is not None else checked_prompt(prompt, self._config.prompt_field, where)
+        text: str | Messages = ""
+        if tokens is None:
+            text = checked_prompt(prompt, self._config.prompt_field, where)
+            check_not_read(record, text, where)
         return text, self._extracted(answer, where)
 
     def _tokens(self, record: Mapping[str, Any]) -> Any:
@@ -269,25 +281,25 @@ def _open_file(about: str, path: Path, _stamp: Hashable) -> FileSource:
     if config.kind == "jsonl":
         records, lines = read_json(path, spelled=True)
         return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}")
-    if config.kind == "parquet":
+    if config.kind == "parquet" and not path.is_dir():
         return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}")
     texts = (config.prompt_field, config.answer_field)
     return FileSource(config, path, *read_dataset(path, config.subset, config.split, texts))
 
 
 def _read_parquet(path: Path) -> Any:
-    """The rows of a Parquet file, or of a directory of them."""
+    """The rows of a Parquet file. Raises DataError."""
     import datasets
 
     if not path.exists():
         raise DataError(f"{path}: {no_such_file(path)}")
-    return datasets.Dataset(read_parquet(path))
+    return of_text(datasets.Dataset(read_parquet(path)), path)
 
 
 def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
     """Names shards that a clone lacks, else files of none of its splits. `field`: section of the source."""
     path = Path(config.path or "")
-    if config.kind != "hf" or not path.is_dir() or _is_saved(path):
+    if config.kind not in ("hf", "parquet") or not path.is_dir() or _is_saved(path):
         return None
     if missing := missing_shards(path):
         return f"{field}.path = {path}: not there, by the names of others: {shortened(missing)}"
@@ -317,8 +329,8 @@ def read_dataset(path: Path, subset: str | None, split: str | None, texts: Seque
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not a directory written by Dataset.save_to_disk: {error}") from error
     if not isinstance(loaded, datasets.DatasetDict):
-        return loaded, lambda row: f"{path}:{row}"
+        return of_text(loaded, path), lambda row: f"{path}:{row}"
     wanted = split or DEFAULT_SPLIT
     if wanted not in loaded:
         raise DataError(f"{path}: no split {wanted!r}; there are: {', '.join(loaded)}")
-    return loaded[wanted], lambda row: f"{path}:{row}"
+    return of_text(loaded[wanted], path), lambda row: f"{path}:{row}"

@@ -68,10 +68,13 @@ def extract_answer(pattern: re.Pattern[str] | None, text: str) -> str | None:
 
 
 def references_of(prompt: Prompt) -> tuple[str, ...]:
-    """The prompt's acceptable answers. Raises ValueError without one."""
-    if not prompt.answers:
+    """The prompt's acceptable answers that have text: an empty one would be an empty response's. Raises ValueError
+    without one.
+    """
+    references = tuple(answer for answer in prompt.answers if answer.strip())
+    if not references:
         raise ValueError(f"prompt {prompt.dataset_id!r} has no reference answer")
-    return prompt.answers
+    return references
 
 
 def labels(section: RewardSection) -> list[str]:

@@ -48,7 +48,7 @@ def _is_usable(name: str, answer: str | Sequence[str] | None) -> bool:
     if answer is None:
         return False
     acceptable = (answer,) if isinstance(answer, str) else answer
-    return any(map(is_comparable, acceptable)) if name == "math" else len(acceptable) > 0
+    return any(map(is_comparable if name == "math" else str.strip, acceptable))
 
 
 def _build(config: RewardConfig) -> Scorer:

@@ -143,6 +143,9 @@ def test_an_answer_with_nothing_to_compare_is_named_with_its_row() -> None:
     assert text is not None
     assert re.match(r"a\.jsonl:2: reward 'math' .* the answer ' \$ '; .*recorded failure \(2 row\(s\)\)", text)
     assert answer_warning(section, [("a.jsonl:1", r"\$18.90"), ("a.jsonl:2", ("", "x"))]) is None
+    section = RewardSection(functions=(RewardConfig(name="exact"),))
+    text = answer_warning(section, [("a.jsonl:1", ("", "x")), ("a.jsonl:2", " ")])
+    assert text is not None and text.startswith("a.jsonl:2: reward 'exact' has nothing to compare with")
 
 
 BAD_FUNCTIONS = """

@@ -83,7 +83,7 @@ def _check_source(path: str, source: PromptSourceConfig, has_env: bool) -> Probl
     if source.kind != "hf":
         for name in ("subset", "split"):
             if getattr(source, name) is not None:
-                yield ConfigProblem(f"{path}.{name}", getattr(source, name), f"has no meaning with kind: {source.kind}")
+                yield ConfigProblem(f"{path}.{name}", getattr(source, name), f"needs kind: hf, found {source.kind}")
     if source.answer_pattern is not None:
         yield from _check_pattern(f"{path}.answer_pattern", source.answer_pattern, needs_group=True)
     has_file = source.kind not in ("tasks", "env")

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from datasets.data_files import DataFilesDict, get_data_patterns
 
-from megatron_tlt.data.dataset_files import choose_files
+from megatron_tlt.data.dataset_files import choose_files, read_dataset_files
 from megatron_tlt.errors import DataError
 
 
@@ -95,6 +95,13 @@ def test_what_is_not_there_is_named_with_what_is(
     with pytest.raises(DataError) as caught:
         choose_files(["a/train-0.csv"], tmp_path / "README.md", subset, split, "x")
     assert message in str(caught.value)
+
+
+def test_cells_of_csv_may_be_long_and_a_column_s_last_one_of_another_type(tmp_path: Path) -> None:
+    long = "x" * 3_000_000
+    (tmp_path / "train.csv").write_text(f'prompt,level\n"{long}",1\nq,2\nq,two\n')
+    rows, _ = read_dataset_files(tmp_path, None, None, ("prompt",))
+    assert [(row["prompt"] == long, row["level"]) for row in rows] == [(True, "1"), (False, "2"), (False, "two")]
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:

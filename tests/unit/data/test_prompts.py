@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.data.chat import with_system
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source
-from megatron_tlt.data.sources import Row
+from megatron_tlt.data.sources import Row, unread_warning
 from megatron_tlt.errors import DataError, OpeningError
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
@@ -282,6 +283,34 @@ def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:
     assert one[0].metadata == {"tags": [int(one[0].text[1])]}
 
 
+def test_a_directory_of_parquet_is_one_split_of_it(tmp_path: Path) -> None:
+    for split, rows in (("train", [{"prompt": "q0"}, {"prompt": "q1"}]), ("test", [{"prompt": "q2"}])):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    more = [{"prompt": "q3", "answer": "3"}]  # a column that the first file lacks
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(more), tmp_path / "train_2.parquet")
+    found = stream(PromptSourceConfig(kind="parquet", path=str(tmp_path), shuffle=False)).next_batch(3)
+    assert [(prompt.text, prompt.answer) for prompt in found] == [("q0", None), ("q1", None), ("q3", "3")]
+    shutil.copy(tmp_path / "test.parquet", tmp_path / "rest.parquet")
+    warning = unread_warning(PromptSourceConfig(kind="parquet", path=str(tmp_path)), "data.train")
+    assert warning is not None and "not read: rest.parquet;" in warning
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hf"])
+def test_a_table_with_images_is_refused_by_their_column(tmp_path: Path, kind: Any) -> None:
+    picture = datasets.List(datasets.Image())
+    features = datasets.Features({"prompt": datasets.Value("string"), "views": picture, "none": datasets.Image()})
+    columns = {"prompt": ["<image>Find x."] * 2, "views": [[], [{"bytes": b"x", "path": None}]], "none": [None] * 2}
+    table = datasets.Dataset.from_dict(columns, features=features)
+    path = tmp_path / "rows"
+    table.to_parquet(path) if kind == "parquet" else table.save_to_disk(path)
+    with pytest.raises(DataError, match="rows: column 'views' is of type Image and not empty"):
+        stream(PromptSourceConfig(kind=kind, path=str(path)))
+    table = table.select([0]).flatten_indices()
+    path = tmp_path / "texts"
+    table.to_parquet(path) if kind == "parquet" else table.save_to_disk(path)
+    assert stream(PromptSourceConfig(kind=kind, path=str(path))).next_batch(1)[0].text == "<image>Find x."
+
+
 BAD_LINES = [
     ('{"prompt": "a"}\n{broken\n', r"bad\.jsonl:2: not a JSON object"),
     ('{"prompt": "a"}\n\n[1]\n', r"bad\.jsonl:3: expected a JSON object, found list"),
@@ -297,6 +326,8 @@ BAD_LINES = [
         '{"prompt": "a", "answer": {}}\n',
         r"bad\.jsonl:1: field 'answer' must be a string or a number.*, found an object with",
     ),
+    ('{"prompt": "a", "system": "S"}\n', r"bad\.jsonl:1: field 'system' does not reach the model"),
+    ('{"prompt": "a", "images": []}\n{"prompt": "a", "images": ["b"]}\n', r"bad\.jsonl:2: field 'images' is not empty"),
     ("", r"bad\.jsonl: no records"),
 ]
 
@@ -309,13 +340,15 @@ def test_errors_name_file_and_line(tmp_path: Path, content: str, message: str) -
 
 
 def test_other_bad_sources(tmp_path: Path, ten: PromptSourceConfig) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"prompts": ["q"]}), tmp_path / "typo.parquet")
+    misspelt = pyarrow.table({"prompts": ["q"], "answer": ["1"]})
+    pyarrow.parquet.write_table(misspelt, tmp_path / "typo.parquet")
     (tmp_path / "empty").mkdir()
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"prompt": ["q"]})}).save_to_disk(str(tmp_path / "d"))
     cases = [
         ("jsonl", "missing.jsonl", "no such file"),
         ("jsonl", "empty", "is a directory"),
-        ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'; there are 'prompts'"),
+        ("parquet", "missing.parquet", "no such file"),
+        ("parquet", "typo.parquet", "typo.parquet:0: no field 'prompt'; there are 'answer', 'prompts'"),
         ("hf", "missing", "no such directory"),
         ("hf", "empty", "no split 'train'; there are: none"),
         ("hf", "d", "no split 'train'; there are: test"),

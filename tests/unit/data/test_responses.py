@@ -52,6 +52,13 @@ def test_texts_messages_and_ids_are_the_same_response(tmp_path, tokenizer):
     assert [t.prompt_id for t in found] == list(range(6))
 
 
+def test_a_conversation_may_be_in_the_column_of_training_prompts(tmp_path, tokenizer):
+    source = {"train": {"kind": "jsonl", "path": "x", "prompt_field": "messages"}}
+    (found,) = read(tmp_path / "r.jsonl", [{"messages": MESSAGES}], tokenizer, data=source)
+    (same,) = read(tmp_path / "r.jsonl", [{"prompt": "1 + 2", "response": "3"}], tokenizer)
+    assert found.token_ids.tolist() == same.token_ids.tolist()
+
+
 def test_the_last_responses_are_taken_of_a_run_by_step_without_torn_lines(tmp_path, tokenizer):
     folder = tmp_path / "responses"
     folder.mkdir()
@@ -85,6 +92,7 @@ def test_only_the_last_responses_of_large_files_are_in_memory(tmp_path, tokenize
         assert peak < 100_000
 
 
+MESSAGES = [{"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}]
 IDS = {"prompt_token_ids": [1], "token_ids": [2, 3]}
 
 
@@ -95,6 +103,15 @@ IDS = {"prompt_token_ids": [1], "token_ids": [2, 3]}
         ({"prompt": "a", "answer": "b"}, "r.jsonl:2: field 'response' must be a string.*'answer', 'prompt'"),
         ({"prompt": "a", "response": 3}, "field 'response' must be a string.*found int"),
         ({"prompt": 5, "response": "b"}, "field 'prompt' must be a string or a list of chat messages, found int"),
+        (
+            {"prompt": MESSAGES, "response": "b"},
+            "field 'prompt' must not end with a message of the assistant.*'response'",
+        ),
+        (
+            {"prompt": MESSAGES, "token_ids": [2]},
+            "field 'prompt' must not end with a message of the assistant.*'token_ids'",
+        ),
+        ({"prompt": "a", "response": "b", "system": "S"}, "field 'system' does not reach the model"),
         (IDS | {"token_ids": [2, VOCAB]}, f"'token_ids' has ids 2 to {VOCAB}, the model has 0 to {VOCAB - 1}"),
         (IDS | {"token_ids": "2 3"}, "field 'token_ids' must be a list of integers"),
         (IDS | {"prompt_token_ids": []}, "field 'prompt_token_ids' has no tokens"),

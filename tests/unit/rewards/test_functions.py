@@ -13,14 +13,14 @@ from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import RewardError
 from megatron_tlt.rewards.base import compile_pattern, extract_answer, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
-from megatron_tlt.types import Prompt, RewardResult, Sample
+from megatron_tlt.types import Answer, Prompt, RewardResult, Sample
 from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_rewards.py"
 TAG = r"<answer>(.*?)</answer>"
 
 
-def judged(text: str, *functions: RewardConfig, answer: str | None = None, **metadata: Any) -> RewardResult:
+def judged(text: str, *functions: RewardConfig, answer: Answer | None = None, **metadata: Any) -> RewardResult:
     section = RewardSection(functions=functions, failure_value=-1.0)
     prompt = Prompt(0, "d:0", (), "prompt", answer, "t", metadata)
     return judge(build_scorers(section), section.failure_value, prompt, Sample(0, 0, [], [], text, "stop", 0))
@@ -68,9 +68,10 @@ def test_exact() -> None:
     assert judged("it is <answer>42</answer>", tagged, answer="42").correct
     assert judged("it is 42", tagged, answer="42").value == 0.0
     assert judged("caf\N{LATIN SMALL LETTER E WITH ACUTE}", plain, answer="cafe\N{COMBINING ACUTE ACCENT}").correct
-    missing = judged("42", plain)
-    assert missing.failure == "exact: ValueError: prompt 'd:0' has no reference answer"
-    assert (missing.value, missing.correct) == (-1.0, False)
+    assert judged("", plain, answer=("", "42")).value == 0.0
+    for missing in (judged("42", plain), judged("", plain, answer=" ")):
+        assert missing.failure == "exact: ValueError: prompt 'd:0' has no reference answer"
+        assert (missing.value, missing.correct) == (-1.0, False)
 
 
 def test_the_environments_rewards_are_summed_or_the_last_one_counts() -> None:

@@ -28,12 +28,14 @@ def write(path, *lines):
 
 
 def test_the_completion_and_the_end_are_learned(tmp_path):
-    path = write(tmp_path / "r.jsonl", '{"prompt": "ab", "completion": "cd"}', "", '{"prompt": "a", "completion": ""}')
+    path = write(tmp_path / "r.jsonl", '{"prompt": "ab", "completion": "cd"}', "", '{"prompt": "a", "completion": "b"}')
     tokenizer = CharTokenizer()
     first, second = read(path)
     assert first.trajectory.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]
     assert (first.trajectory.response_start, first.loss_mask.tolist()) == (2, [1.0, 1.0, 1.0])
-    assert second.trajectory.token_ids.tolist() == [1, 0] and second.trajectory.prompt_id == 3  # the line
+    assert (
+        second.trajectory.token_ids.tolist() == [*tokenizer.encode("ab"), 0] and second.trajectory.prompt_id == 3
+    )  # the line
 
 
 def test_chat_messages_end_with_the_completion(tmp_path):
@@ -48,6 +50,7 @@ def test_chat_messages_end_with_the_completion(tmp_path):
 
 CALL, ANSWER = ({"role": "assistant", "content": text} for text in ("call 1 + 2", "<answer>3</answer>"))
 ASKED, OBSERVED = {"role": "user", "content": "1 + 2"}, {"role": "tool", "content": "3"}
+PAIR = {"prompt": "1 + 2", "completion": "3"}
 
 
 def test_a_conversation_trains_on_the_turns_after_the_last_user_and_not_on_its_tools(tmp_path):
@@ -85,11 +88,46 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ({"messages": [ASKED, {**CALL, "tool_calls": [{}]}, OBSERVED, ANSWER]}, "message 1 has tool_calls"),
         ({"messages": [ASKED, {**ANSWER, "reasoning_content": "1 + 2 is 3."}]}, "message 1 has reasoning_content"),
         ({"messages": [ASKED, CALL], "tools": [{"function": {"nam": "f"}}]}, "field 'tools' must be a list of"),
+        (
+            {"messages": [ASKED, {**CALL, "weight": 0}, OBSERVED, ANSWER]},
+            "message 1 has weight 0: all of the assistant",
+        ),
+        ({"messages": [ASKED, {**ANSWER, "train": False}]}, "message 1 has train false"),
+        ({"messages": [ASKED, {**ANSWER, "mask": 1}]}, "message 1 has mask 1"),
+        ({"messages": [ASKED, {**CALL, "content": ""}, OBSERVED, ANSWER]}, "message 1 has no text to learn"),
+        ({"messages": [ASKED, ANSWER], "system": "S"}, "field 'system' does not reach the model"),
+        ({**PAIR, "system_prompt": "S"}, "field 'system_prompt' does not reach the model"),
+        ({**PAIR, "images": ["a.png"]}, "field 'images' is not empty: models read text only"),
+        ({**PAIR, "completion": " \n"}, "field 'completion' has no text to learn"),
+        (
+            {**PAIR, "prompt": [ASKED, CALL]},
+            "field 'prompt' must not end with a message of the assistant, .*'completion'",
+        ),
+        ({"prompt": "1 + 2", "messages": [ASKED, ANSWER]}, "'completion' must be .*; sft.prompt_field=messages takes"),
     ],
 )
-def test_a_conversation_that_cannot_be_learned_is_refused(tmp_path, record, message):
+def test_a_record_that_cannot_be_learned_is_refused(tmp_path, record, message):
     with pytest.raises(DataError, match=f"r.jsonl:1: .*{message}"):
         read(write(tmp_path / "r.jsonl", json.dumps(record)), chat_template=True)
+
+
+def test_what_a_record_says_of_its_context_or_twice_is_no_error(tmp_path):
+    system, earlier = {"role": "system", "content": "S"}, {**CALL, "weight": 0, "train": False}
+    messages = [system, ASKED, earlier, ASKED, {**ANSWER, "weight": 1, "train": True}]
+    path = write(
+        tmp_path / "r.jsonl", json.dumps({"messages": messages, "prompt": "1 + 2", "system": "S", "images": []})
+    )
+    tokenizer = HFTokenizer(DEMO_POLICY)
+    (sequence,) = read(path, tokenizer, 200, chat_template=True, prompt_field="messages")
+    start = sequence.trajectory.response_start
+    assert sequence.trajectory.token_ids[:start].tolist() == tokenizer.encode_chat(tuple(messages[:4]))
+
+
+@pytest.mark.parametrize(("name", "data"), [("csv", b"prompt,completion\na,b\n"), ("Parquet", b"PAR1")])
+def test_a_table_in_place_of_json_lines_is_named_with_what_takes_it(tmp_path, name, data):
+    (tmp_path / f"r.{name}").write_bytes(data)
+    with pytest.raises(DataError, match=rf"r\.{name}:.* directory.*sft\.train_path|: is a {name} file: .*directory"):
+        read(tmp_path / f"r.{name}")
 
 
 def test_a_split_of_a_data_set_with_columns_of_its_own_is_read(tmp_path):
