@@ -66,11 +66,6 @@ SIGNATURES = (
     ("v1.engine.llm_engine", "LLMEngine.sleep", "self level mode"),
     ("v1.engine.llm_engine", "LLMEngine.release_kv_cache_memory", "self"),
     ("v1.engine.llm_engine", "LLMEngine.wake_up", "self tags"),
-    (
-        "v1.engine.llm_engine",
-        "LLMEngine.reset_prefix_cache",
-        "self reset_running_requests reset_connector",
-    ),
     ("v1.engine.llm_engine", "LLMEngine.collective_rpc", "self method timeout args kwargs"),
     (
         "model_executor.models.interfaces",

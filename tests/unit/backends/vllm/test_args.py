@@ -208,7 +208,7 @@ def test_invariant_numerics_reach_the_process(numerics: Any, value: int, tmp_pat
 
 def engine_of(device: str, folder: Path) -> str:
     """A Python whose vLLM says that it computes on `device`, and waits."""
-    hello = line_of({"type": "hello", "engine": "0.32.0", "device": device, "pid": 1})
+    hello = line_of({"type": "hello", "engine": "0.32.0", "device": device})
     program = folder / "child.py"
     program.write_text(
         f"import socket, sys, time\nside = socket.socket(socket.AF_UNIX)\nside.connect(sys.argv[-2])\n"
