@@ -77,8 +77,8 @@ def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
 
 
 def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
-    given = engine_args(rollout(engine={"swap_space": 1}), MODEL, 1 << 20, None, "cpu")
-    assert given["swap_space"] == 1
+    given = engine_args(rollout(engine={"cpu_offload_gb": 1.5}), MODEL, 1 << 20, None, "cpu")
+    assert given["cpu_offload_gb"] == 1.5
     assert given["kv_cache_memory_bytes"] == 1 << 20
     assert given["load_format"] == "dummy", "the first weight sync brings the weights"
     with pytest.raises(ConfigError, match="set by other settings already: dtype"):
@@ -187,7 +187,7 @@ def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
 
 
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENTS", ())
+    monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENT", "none")
     with pytest.raises(ConfigError, match="make setup-vllm"):
         vllm_launch(rollout(), "cpu")
     launch = vllm_launch(rollout(python="/v/bin/python"), "cpu")
