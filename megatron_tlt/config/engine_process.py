@@ -32,7 +32,6 @@ class EngineProcessSection(Section):
 
     loads_experts_whole: ClassVar[bool] = False  # a weight sync has all experts of a layer twice
     gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
-    batches_contexts: ClassVar[bool] = False  # its steps may take a whole context's tokens
     sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
     note: ClassVar[str | None] = None  # a line of `check`'s report
 
@@ -50,7 +49,7 @@ class VllmSection(EngineProcessSection):
     build beside a GPU and with its CPU build elsewhere. It samples with this project's noise, so a response depends on
     seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
 
-    loads_experts_whole = gathers_logits = batches_contexts = sleeps = True
+    loads_experts_whole = gathers_logits = sleeps = True
     kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
 
     python: Annotated[str | None, FilePath()] = None

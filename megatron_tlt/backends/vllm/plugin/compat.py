@@ -187,6 +187,12 @@ def request_ids(runner: Any) -> list[str]:
     return list(batch.req_ids[: batch.num_reqs])
 
 
+def step_tokens(runner: Any) -> int:
+    """Most tokens that the scheduler gives a step."""
+    most: int = runner.vllm_config.scheduler_config.max_num_scheduled_tokens
+    return most
+
+
 def extra_args(runner: Any, request: str) -> dict[str, Any]:
     """`SamplingParams.extra_args` of a request."""
     return dict(runner.requests[request].sampling_params.extra_args)
