@@ -11,6 +11,10 @@ proposal to the end of the sample behind it. A step of length 0 is plain; a trai
 Where rows have a place in an earlier response, and that pays, these draft from there, and the other rows as usual; such
 a step teaches the selector nothing, as in the embedded engine.
 
+The engine's scheduler serves its requests in order, each with its whole draft, until a step's budget of tokens is
+spent: drafts are as long as leaves room for every row at most. Where a draft of one row would pass the model's last
+position, the engine makes no proposal and verifies zeros in all rows, which are not counted.
+
 On GPUs seconds lie between events of the stream, which are read when the next proposal begins. Behind a verified step
 they have passed by then, for its tokens have come to the host; behind a plain step this is the measurement's one wait.
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -47,19 +51,22 @@ class StepDrafting:
         self,
         section: SpeculationSection,
         device: torch.device,
+        budget: int,
         tokens: TokenDrafts | None = None,
         agree: Callable[[_Choice], _Choice] = lambda choice: choice,
         clock: Callable[[], Any] | None = None,
     ):
-        """`section` drafts with chains. `tokens`: of the suffix drafter or of earlier responses, where these draft.
-        `agree` gives all ranks of an engine the first one's choice.
+        """`section` drafts with chains. `budget`: most tokens of a step. `tokens`: of the suffix drafter or of earlier
+        responses, where these draft. `agree` gives all ranks of an engine the first one's choice.
         """
         self._kind, self._selector, self.tokens = section.drafts_by, build_selector(section), tokens
-        self._agree, self._clock = agree, clock or _clock_of(device)
+        self._budget, self._agree, self._clock = budget, agree, clock or _clock_of(device)
         self._counters = SpeculationCounters()
         self._strategy = NO_DRAFT  # of the last proposal, but for the rows of `_earlier`
         self._earlier: Draft | None = None  # its part by earlier responses
+        self._length = 0  # tokens of each row without an earlier response's, which may be fewer than the strategy's
         self._rows = 0  # of the last step, with those in the middle of their prompts
+        self._has_proposed = False  # since the last step
         self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
         self._started: Any = None  # when the last proposal began
         self._chosen: Any = None  # when its part by earlier responses was made
@@ -81,6 +88,8 @@ class StepDrafting:
         Only rows of `is_drawn` bool [B] are counted: those in the middle of their prompts emit nothing. Steps that
         read prompts teach the selector nothing, nor do those whose drafts were made in such a step.
         """
+        if not self._has_proposed:
+            self._strategy, self._earlier, self._drafted, drafted = NO_DRAFT, None, None, np.zeros_like(drafted)
         now, strategy, own = self._clock(), self._strategy, None
         if self._earlier is not None:
             strategy, own = PRE_ROLLED, (self._started, self._chosen)
@@ -108,7 +117,7 @@ class StepDrafting:
 
         self._read()
         self._unread = read
-        self._is_decode, self._is_measured = is_decode, False
+        self._is_decode, self._is_measured, self._has_proposed = is_decode, False, False
 
     def _read(self) -> None:
         """Reads the last step's seconds, once: the selector learns of a step before it chooses for the next."""
@@ -123,7 +132,14 @@ class StepDrafting:
         self._strategy, self._earlier = self._agree(self._choose())
         self._chosen = self._clock()
         self._started = self._chosen if self._earlier is None else began
-        return self._strategy.draft_len
+        self._length = min(self._strategy.draft_len, self._room())
+        return self._length
+
+    def _room(self) -> int:
+        """Tokens that each row without an earlier response's may draft, so that the next step has room for all rows."""
+        counts = np.zeros(0, np.int32) if self._earlier is None else self._earlier.counts
+        left = self._budget - self._rows - int(counts.sum())
+        return max(0, left) // max(1, self._rows - int(np.count_nonzero(counts)))
 
     def _choose(self) -> _Choice:
         usual = partial(self._selector.expected, self._rows)
@@ -146,7 +162,7 @@ class StepDrafting:
 
     def _joined(self, lists: Lists) -> Lists:
         assert self.tokens is not None
-        lists = self.tokens.propose(self._strategy, self._earlier, lists)
+        lists = self.tokens.propose(replace(self._strategy, draft_len=self._length), self._earlier, lists)
         self._end()
         return lists
 
@@ -154,7 +170,7 @@ class StepDrafting:
         is_plain = self._strategy.kind == NO_DRAFT.kind and self._earlier is None
         self._drafted = None if is_plain else self._started
         self._proposed = self._started if is_plain else self._clock()
-        self._is_measured = self._is_decode
+        self._is_measured, self._has_proposed = self._is_decode, True
 
     def drafter_changed(self) -> None:
         """The trained drafter has new weights."""

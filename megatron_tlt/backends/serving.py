@@ -7,7 +7,7 @@ value is `{"$bytes": its hexadecimal digits}`); nothing that arrives is ever exe
 
 | from the client | response |
 |---|---|
-| start(llm, ...), after this side's hello(engine, device, pid) | reply, once the engine stands; this may take minutes |
+| start(llm, ...), after this side's hello(engine, device) | reply, once the engine stands; this may take minutes |
 | submit(id, key, prompt_id, token_ids, start, params) | response(id, token_ids, finish_reason or error), in any order |
 | abort() | reply, behind the responses of the running requests, with finish_reason "cancelled" |
 | begin_update(), finish_update() | reply each, around a weight sync of the policy |
@@ -153,8 +153,7 @@ async def _serve(host_class: type[EngineHost], path: str, heartbeat_s: float) ->
         writer.write(line_of(message))  # never waits
 
     host = host_class(send)
-    about = {"engine": host.engine_version(), "device": host.device_type()}
-    send({"type": "hello", **about, "pid": os.getpid()})
+    send({"type": "hello", "engine": host.engine_version(), "device": host.device_type()})
     beat = asyncio.ensure_future(_beat(host, writer, heartbeat_s))
     try:
         while (message := await _receive(reader))["type"] != "shutdown":

@@ -43,10 +43,17 @@ class TokenDrafts:
     """A `SuffixDrafter`, `PreRollouts`, and the rows of the engine's batch."""
 
     def __init__(
-        self, section: SpeculationSection, max_requests: int, max_len: int, vocab: int, longest: int, verify_rows: int
+        self,
+        section: SpeculationSection,
+        max_requests: int,
+        max_len: int,
+        vocab: int,
+        longest: int,
+        verify_rows: int,
+        budget: int,
     ):
         """At most `longest` tokens are drafted of an earlier response, and a step that verifies some has `verify_rows`
-        rows, if the drafter's have no more.
+        rows, if the drafter's have no more, and never more than `budget`.
         """
         self._rows = RunningRows(max_requests, max_requests, 1, vocab, max_output=max_len)
         self._drafter: Drafter = NoDrafter()
@@ -54,7 +61,7 @@ class TokenDrafts:
             self._drafter = SuffixDrafter(section.suffix, self._rows)
         self._earlier: dict[tuple[int, int], np.ndarray] = {}  # by prompt id and `Request.order`
         costs = RowCosts() if section.selector == "cost_model" else None
-        most_rows, longest = max(verify_rows, max_requests * section.rows_each), min(longest, LONGEST)
+        most_rows, longest = min(budget, max(verify_rows, max_requests * section.rows_each)), min(longest, LONGEST)
         self._pre_rollouts = PreRollouts(self._rows, most_rows, costs, longest=longest)
         self._pre_rollouts.begin(self._earlier)
         self._live: dict[str, Request] = {}  # by the engine's name

@@ -30,7 +30,7 @@ _GPU = "cuda"
 # and the driver's own bytes. Handles without the two are older than both.
 _DRIVER_BYTES = 64
 _PLAIN, _EXPANDABLE = ord("c"), ord("e")  # memory of cudaMalloc; of an expandable segment
-_VERSION = 2  # the newest that torch <= 2.12 reads; 2.13 writes 3, with the same bytes for plain memory
+_VERSION = 2  # the newest that torch <= 2.12 reads, as TensorRT-LLM's; 2.13 writes 3, the same bytes for plain memory
 
 
 class SharedDirectory:
@@ -104,7 +104,8 @@ def ipc_arguments(tensor: Tensor) -> list[Any]:
 
 
 def older_handle(handle: bytes) -> bytes:
-    """A memory handle in the form that the engine's torch reads, which is older than this one. Raises SyncError.
+    """A memory handle in a form that the torch of every engine reads, which may be older than this one. Raises
+    SyncError.
 
     Only handles of plain memory have one: those of expandable segments changed with the version.
     """
@@ -116,7 +117,7 @@ def older_handle(handle: bytes) -> bytes:
     if kind != _PLAIN:
         what = "an expandable segment" if kind == _EXPANDABLE else f"memory of kind {kind}"
         raise SyncError(
-            f"a handle of {what} in version {version}, which the engine's torch does not read: remove "
+            f"a handle of {what} in version {version}, but weights are sent by handles of plain memory only: remove "
             f"expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or set sync.transport to shared_memory"
         )
     return bytes([_VERSION]) + handle[1:]

@@ -17,12 +17,21 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
 
 
+# Arguments of vLLM that settings of other names give, and these settings.
+_VLLM_ARGUMENTS = {
+    "tensor_parallel_size": "rollout.tp has the ranks of an engine",
+    "pipeline_parallel_size": "rollout.tp has the ranks of an engine",
+    "data_parallel_size": "each rollout.tp ranks are an engine of their own",
+    "seed": "train.seed has the seed of responses",
+    "worker_extension_cls": "this project's plugin is it",
+}
+
+
 class EngineProcessSection(Section):
     """What all of them have."""
 
     loads_experts_whole: ClassVar[bool] = False  # a weight sync has all experts of a layer twice
     gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
-    batches_contexts: ClassVar[bool] = False  # its steps may take a whole context's tokens
     sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
     note: ClassVar[str | None] = None  # a line of `check`'s report
 
@@ -40,18 +49,21 @@ class VllmSection(EngineProcessSection):
     build beside a GPU and with its CPU build elsewhere. It samples with this project's noise, so a response depends on
     seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
 
-    loads_experts_whole = gathers_logits = batches_contexts = sleeps = True
+    loads_experts_whole = gathers_logits = sleeps = True
     kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
 
     python: Annotated[str | None, FilePath()] = None
-    """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), or else
-    of .venv/peers-vllm (`make bench-vllm`), beside the package."""
+    """Python executable of the environment with vLLM, 0.32.x. Default: that of .venv/vllm (`make setup-vllm`), beside
+    the package."""
     hidden_mib: NonNegativeInt = 1024
     """Memory for hidden states of running responses, in the engine's process, where each takes that of the longest
     request: requests that find none left are not trained on. A drafter of kind eagle3 needs four times the bytes of one
     of kind eagle."""
 
     def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
+        for name, instead in _VLLM_ARGUMENTS.items():
+            if name in self.engine:
+                yield ConfigProblem(f"rollout.vllm.engine.{name}", self.engine[name], f"must not be set: {instead}")
         speculation = config.rollout.speculation
         has_bandit = speculation.drafter != "none" and speculation.selector == "beg_mab"
         if has_bandit and set(speculation.bandit.arms) == {0}:

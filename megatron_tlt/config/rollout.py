@@ -100,12 +100,6 @@ class RolloutSection(Section):
         process = self.engine_process
         return self.engine_sleeps(device) if process is not None and process.sleeps else self.release_cache
 
-    def most_step_tokens(self, max_context: int) -> int:
-        """Tokens that one step of the engine takes at most."""
-        process = self.engine_process
-        takes_contexts = process is not None and process.batches_contexts
-        return max(self.max_batched_tokens, max_context) if takes_contexts else self.max_batched_tokens
-
     @property
     def kv_cache_bytes(self) -> int | None:
         """`kv_cache_mib` in bytes."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_tlt.config.planning.engine import least_cache_bytes
 from megatron_tlt.config.planning.memory import KV, RESERVE, beside_cache, estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
-from megatron_tlt.errors import ConfigError
+from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.kv_cache import total_memory
 
@@ -38,9 +38,25 @@ def let_segments_grow(device: torch.device, by_handles: bool = False) -> None:
     `by_handles`: those of such segments differ by PyTorch's version (`backends/transport.py`). By a call, for engines
     in processes of their own would inherit a variable, and an engine that puts weights to sleep needs plain memory.
     """
-    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    if device.type == "cuda" and not configured and not by_handles:
+    if device.type == "cuda" and not _allocator_settings() and not by_handles:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def handle_problems(config: Config, device: torch.device) -> list[ConfigProblem]:
+    """Weights that go by handles of GPU memory, where the environment makes that of expandable segments."""
+    settings = _allocator_settings()
+    if not config.by_handles(device.type) or "expandable_segments:true" not in settings.lower().replace(" ", ""):
+        return []
+    allowed = (
+        f"sends handles of plain memory only, and the allocator is set to {settings}: must be 'shared_memory', or "
+    )
+    allowed += "remove expandable_segments from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+    return [ConfigProblem("sync.transport", config.sync.transport, allowed)]
+
+
+def _allocator_settings() -> str:
+    """Those of the environment, as PyTorch reads it."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def open_communicators(groups: Sequence[dist.ProcessGroup], engine: TensorParallel, device: torch.device) -> None:

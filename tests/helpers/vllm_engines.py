@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
-from megatron_tlt.backends.vllm.launch import ENVIRONMENTS, find_python
+from megatron_tlt.backends.vllm.launch import ENVIRONMENT, find_python
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -27,9 +27,7 @@ from tests.helpers.mpi import ROOT
 NEEDS_VLLM = (
     pytest.mark.slow,
     pytest.mark.nightly,  # a start of vLLM takes 15 seconds
-    pytest.mark.skipif(
-        find_python(VllmSection()) is None, reason=f"no vLLM in {' or '.join(ENVIRONMENTS)}: make setup-vllm"
-    ),
+    pytest.mark.skipif(find_python(VllmSection()) is None, reason=f"no vLLM in {ENVIRONMENT}: make setup-vllm"),
 )
 MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
 SHAPE = ModelConfig.from_hf(MODEL.path)

@@ -72,6 +72,10 @@ def engine_args(
     policy's weights, and keeps the drafter's, which no weight sync has to bring.
     """
     is_eager = device != "cuda" or not rollout.graph_memory_mib
+    # Hidden states are read while a forward runs, which a whole forward's graph would not do when it is replayed.
+    compilation: dict[str, Any] = {} if is_eager else {"cudagraph_mode": "PIECEWISE"}
+    if rollout.tp > 1:  # as `_tensor_parallel`: this all-reduce, too, opens the peers' memory, and is vLLM's own choice
+        compilation["pass_config"] = {"fuse_allreduce_rms": False}
     # Of patterns that match no parameter vLLM refuses all but this one, so engines without a drafter may have it, too.
     sleep = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": ["draft.*"]}
     arguments: dict[str, Any] = {
@@ -81,7 +85,7 @@ def engine_args(
         "skip_tokenizer_init": True,
         "max_model_len": model.max_context,
         "max_num_seqs": rollout.max_running_requests,
-        "max_num_batched_tokens": rollout.most_step_tokens(model.max_context),
+        **_step_tokens(rollout, speculation),
         "kv_cache_memory_bytes": cache_bytes,
         **(_tensor_parallel(rollout.tp) if rollout.tp > 1 else {}),
         **({"gpu_memory_utilization": _FREE_SHARE} if device == "cuda" else {}),
@@ -90,11 +94,20 @@ def engine_args(
         "async_scheduling": False,  # a step's tokens are known before the next one is scheduled
         "disable_log_stats": True,
         "enforce_eager": is_eager,
-        # Hidden states are read while a forward runs, which a whole forward's graph would not do when it is replayed.
-        "compilation_config": {} if is_eager else {"cudagraph_mode": "PIECEWISE"},
+        "compilation_config": compilation,
         "speculative_config": None if speculation is None else dict(speculation),
     }
     return with_more(arguments, rollout.vllm.engine, "rollout.vllm.engine")
+
+
+def _step_tokens(rollout: RolloutSection, speculation: Mapping[str, Any] | None) -> dict[str, int]:
+    """The scheduler's budget of a step, and the rows of vLLM's buffers. For its proposer of blocks vLLM counts a block
+    beside the tokens of each request that it schedules; other drafters' rows are not counted.
+    """
+    budget, counted = rollout.max_batched_tokens, 0
+    if speculation is not None and speculation["method"] == "dflash":
+        counted = rollout.max_running_requests * speculation["num_speculative_tokens"]
+    return {"max_num_scheduled_tokens": budget, "max_num_batched_tokens": budget + counted}
 
 
 def _tensor_parallel(size: int) -> dict[str, Any]:

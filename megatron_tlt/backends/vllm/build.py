@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_tlt.models.hf.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
 
+_log = logging.getLogger(__name__)
 _LEAST_CAPABILITY = (8, 0)  # of a GPU, for vLLM's batch-invariant mode
 
 
@@ -110,7 +112,11 @@ def _arguments(options: EngineOptions, folder: Path) -> dict[str, Any]:
     # It counts a block's anchor, too.
     shape = None if drafter is None else drafter.config
     behind = longest_draft(rollout, shape, options.takes_drafts) + is_block
-    context = min(options.max_request + behind, policy.max_position_embeddings)
+    context, most = options.max_request + behind, policy.max_position_embeddings
+    if context > most and behind:
+        text = "once a running response is within %d tokens of the model's last position (%d), vLLM drafts for none"
+        _log.info(text, behind, most)
+    context = min(context, most)
     block_bytes = 2 * cached * DTYPES[rollout.dtype].itemsize * block
     blocks = choose_num_blocks(
         block_bytes,

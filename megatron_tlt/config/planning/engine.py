@@ -34,6 +34,7 @@ from megatron_tlt.config.root import Config
 
 LOADED = "experts as they load"  # names of parts
 READ = "a response's hidden states"
+INPUTS = "inputs of a forward"
 PROCESS_MIB = 2048  # of an engine in a process of its own: CUDA context and graphs; assumed, on CPU a quarter
 _SPLIT_COLUMNS = 132 * 128  # of invariant products with splits of K: columns times splits at most; a test compares
 _SPLIT_HEADS = 32  # of invariant attention: kv heads times splits at least; a test compares
@@ -85,18 +86,22 @@ def hidden_part(config: Config) -> str:
 
 def process_bytes(config: Config, process: EngineProcessSection, shape: ArchitectureConfig) -> dict[str, int]:
     """Bytes of an engine in a process of its own beside weights and cache. A weight sync: in vLLM a layer's experts,
-    that came and made ready. Training a drafter: room for hidden states, where the engine hands them out, and the
-    policy's tables on the rank.
+    that came and made ready. All the time: in vLLM the embedded inputs of the largest forward, and with a trained
+    drafter its own and the states that it reads. Training a drafter: room for hidden states, where the engine hands
+    them out, and the policy's tables on the rank.
     """
     rollout = config.rollout
     loaded = 2 * expert_parameters(shape, shape.num_experts) * element_bytes(rollout.dtype)
-    experts = {LOADED: loaded} if process.loads_experts_whole else {}
+    parts = {LOADED: loaded} if process.loads_experts_whole else {}
+    if rollout.backend == "vllm":
+        kept = 1 if rollout.speculation.trained is None else 3
+        parts[INPUTS] = kept * forward_rows(config) * shape.hidden_size * element_bytes(rollout.dtype)
     if not config.idle.train_drafter:
-        return experts
+        return parts
     tables = (1 if shape.tie_word_embeddings else 2) * shape.vocab_size * shape.hidden_size
     states = {hidden_part(config): getattr(process, "hidden_mib", 0) * MIB}
     return (
-        experts
+        parts
         | (states if config.hidden_states_of == "engine" else {})
         | {
             "embedding and LM head": tables * element_bytes(rollout.dtype),
@@ -126,7 +131,7 @@ def suffix_bytes(config: Config) -> int:
 def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device) -> int:
     """Temporaries of the largest forward, or of drawing tokens, whichever is more.
 
-    Of each of T = `most_step_tokens` rows the residual stream, its norm and their sum, and the MLP's four products, and
+    Of each of T = `forward_rows` rows the residual stream, its norm and their sum, and the MLP's four products, and
     those of each expert that a row takes, with input and output; the experts' numbers; the outputs of layers that a
     drafter reads. On CPU, of each request its logits, noise and ranks, eight times V in fp32. On CUDA, of each of R
     rows its logits in the engine's type and in fp32; on several ranks those of all ranks, too, and joined; and what
@@ -134,7 +139,7 @@ def rollout_step_bytes(config: Config, shape: ArchitectureConfig, device: Device
     """
     rollout, element = config.rollout, element_bytes(config.rollout.dtype)
     process = rollout.engine_process
-    forward = rollout.most_step_tokens(config.longest_sequence) * row_bytes(config, shape)
+    forward = forward_rows(config) * row_bytes(config, shape)
     if device == "cpu":
         return max(forward, rollout.max_running_requests * shape.vocab_size * 8 * 4)
     logits = verified_rows(config) * shape.vocab_size
@@ -197,6 +202,13 @@ def _split_bytes(config: Config, shape: ArchitectureConfig) -> int:
     kv_heads, heads = max(1, shape.num_kv_heads // rollout.tp), shape.num_heads // rollout.tp
     attention = max(1, _SPLIT_HEADS // kv_heads) * heads * (shape.head_dim + 2)
     return 4 * max(attention, _SPLIT_COLUMNS)
+
+
+def forward_rows(config: Config) -> int:
+    """T: rows of the engine's largest forward. That of vLLM, at its start, has the rows of a block drafter, too."""
+    rollout, kind = config.rollout, config.rollout.speculation.trained
+    blocks = 0 if rollout.backend != "vllm" or kind is None or kind.rows == 1 else kind.rows
+    return rollout.max_batched_tokens + rollout.max_running_requests * blocks
 
 
 def verified_rows(config: Config) -> int:

@@ -52,7 +52,6 @@ def sleep(arguments: str) -> Any:
     adapter.sleep_cache(engine)
     adapter.sleep_weights(engine)
     adapter.wake(engine, ["weights"])
-    engine.reset_prefix_cache()
     seen["asleep"] = engine.is_sleeping()
     adapter.wake(engine, ["kv_cache"])
     seen["awake"] = not engine.is_sleeping()

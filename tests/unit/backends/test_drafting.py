@@ -19,6 +19,7 @@ from megatron_tlt.types import NO_DRAFT, DraftStrategy
 PLAIN_S, ROW_S, DRAFT_S = 10.0, 0.8, 0.2  # seconds of a step, of each row beyond eight, of drafting a token
 LENGTH, LIKELY = 4, 0.9
 NO_DRAFTS = torch.zeros(0, 0)
+BUDGET = 2048  # tokens of a step
 
 
 class Engine:
@@ -27,7 +28,7 @@ class Engine:
     def __init__(self, selector: str) -> None:
         section = SpeculationSection(drafter="eagle", selector=selector, draft_len=LENGTH)
         self.now = 0.0
-        self.drafting = StepDrafting(section, torch.device("cpu"), clock=lambda: self.now)
+        self.drafting = StepDrafting(section, torch.device("cpu"), BUDGET, clock=lambda: self.now)
         self.random = np.random.default_rng(0)
         self.drafted = 0  # tokens of each row, for the next step
 
@@ -103,7 +104,7 @@ def test_on_gpus_a_steps_seconds_hold_the_devices_work_and_nothing_waits_for_it(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=1)
-    drafting, drafted = StepDrafting(section, torch.device("cuda")), np.ones(2, int)
+    drafting, drafted = StepDrafting(section, torch.device("cuda"), BUDGET), np.ones(2, int)
     drafting._selector.record = measured.append  # type: ignore[method-assign]
     draft_one = DraftStrategy("trained", 1)
     chosen = iter([draft_one, draft_one, NO_DRAFT, draft_one])
@@ -144,7 +145,7 @@ def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -
             costs.append(of)
 
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
-    drafting = StepDrafting(section, torch.device("cpu"), Tokens(), clock=lambda: now[0])  # type: ignore[arg-type]
+    drafting = StepDrafting(section, torch.device("cpu"), BUDGET, Tokens(), clock=lambda: now[0])  # type: ignore[arg-type]
     drafting._selector.record = taught.append  # type: ignore[method-assign]
     two, zeros, theirs = np.ones(2, bool), np.zeros(2, int), torch.tensor([[7, 8, 9]] * 2)
 
@@ -168,9 +169,48 @@ def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -
 
 def test_ranks_of_an_engine_draft_as_the_first_one_has_chosen() -> None:
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
-    first = StepDrafting(section, torch.device("cpu"))
+    first = StepDrafting(section, torch.device("cpu"), BUDGET)
     chosen: list[DraftStrategy] = []
     first._agree = lambda strategy: chosen.append(strategy) or strategy  # type: ignore[func-returns-value]
     other = section.model_copy(update={"draft_len": 1})
-    second = StepDrafting(other, torch.device("cpu"), agree=lambda _: chosen.pop())
+    second = StepDrafting(other, torch.device("cpu"), BUDGET, agree=lambda _: chosen.pop())
     assert first.begin() == second.begin() == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "earlier_counts", "length"), [(256, (), 7), (2048, (), 0), (2, (), 11), (4, (2040,), 1)]
+)
+def test_drafts_leave_a_token_of_the_steps_budget_for_every_row(
+    rows: int, earlier_counts: tuple[int, ...], length: int
+) -> None:
+    """vLLM's scheduler gives each row its whole draft, in order, and the rows behind the end of the budget nothing."""
+    asked: list[DraftStrategy] = []
+    counts = np.array([*earlier_counts, *[0] * (rows - len(earlier_counts))], np.int32)
+    tokens = SimpleNamespace(
+        propose_earlier=lambda usual: earlier(*counts) if counts.any() else None,
+        propose=lambda strategy, draft, lists: asked.append(strategy) or lists,
+    )
+    section = SpeculationSection(drafter="suffix", selector="fixed", draft_len=11)
+    drafting = StepDrafting(section, torch.device("cpu"), BUDGET, tokens)  # type: ignore[arg-type]
+    zeros = np.zeros(rows, int)
+    drafting.record(zeros, zeros, zeros == 0, True)
+    assert drafting.begin() == length
+    assert rows + counts.sum() + np.count_nonzero(counts == 0) * length <= BUDGET
+    drafting.propose_lists([[] for _ in counts])
+    assert [strategy.draft_len for strategy in asked] == [length], "of token drafters, too"
+
+
+def test_zeros_that_the_engine_verifies_without_a_proposal_are_not_counted() -> None:
+    """Near the model's last position vLLM proposes nothing, and verifies its longest draft of zeros for every row."""
+    engine = Engine("fixed")
+    for _ in range(3):
+        engine.step(2)
+    before, taught = engine.drafting.take_stats(), []
+    engine.drafting._selector.record = taught.append  # type: ignore[method-assign]
+    assert before["drafted_tokens"] == 2 * 2 * LENGTH
+    two = np.full(2, 31)
+    for drafted in (np.full(2, LENGTH), two, two):
+        engine.drafting.record(drafted, drafted * 0, two > 0, True)
+    stats = engine.drafting.take_stats()
+    assert stats["drafted_tokens"] == 2 * LENGTH and stats["draft_seconds"] == pytest.approx(DRAFT_S * LENGTH)
+    assert stats["steps_by_strategy"] == {f"trained_{LENGTH}": 1, "none": 2} and len(taught) == 1

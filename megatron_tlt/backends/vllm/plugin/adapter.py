@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.vllm.plugin import compat
+from megatron_tlt.errors import ConfigError, ConfigProblem, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from megatron_tlt.backends.token_drafts import Lists
 
 _HERE = __name__.rpartition(".")[0]
-T = TypeVar("T")
 _CLASSES = {"EagleQwen3ForCausalLM": "eagle_qwen3", "DFlashBlockForCausalLM": "block_drafter"}
 
 
@@ -56,11 +56,12 @@ class TokenProposer:
 
 def start_engine(arguments: dict[str, Any], records_routers: bool) -> Any:
     """A `vllm.LLMEngine` in this process; `records_routers`: what its routers choose can be read. Raises RuntimeError
-    where vLLM is not as recorded in `compat`.
+    where vLLM is not as recorded in `compat`, and ConfigError for arguments that it does not have.
     """
     found = compat.differences(version())
     if found:
         raise RuntimeError("this vLLM does not fit the plugin: " + "; ".join(found))
+    check_arguments(arguments)
     register()
     if arguments.get("tensor_parallel_size", 1) > 1:
         compat.reduce_by_gloo()
@@ -72,15 +73,23 @@ def start_engine(arguments: dict[str, Any], records_routers: bool) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments, worker_extension_cls=extension))
 
 
-def first_ranks(value: T) -> T:
-    """The value of the engine's first rank, on all of its ranks, which call this in one order."""
-    return compat.first_ranks(value)
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for names that vLLM's `EngineArgs` lacks: only `rollout.vllm.engine` can bring them."""
+    from vllm import EngineArgs
+
+    known, here = EngineArgs.__dataclass_fields__, "rollout.vllm.engine"
+    problems = [
+        ConfigProblem(f"{here}.{name}", value, f"is no argument of vLLM {version()}{did_you_mean(name, known)}")
+        for name, value in arguments.items()
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def sleep_cache(engine: Any) -> None:
-    """Gives back the memory of the KV cache and of hidden states, and drops the prefix cache; only without requests.
-    vLLM asks for a pause first, which ends when all memory is there again. Its scheduler counts a request that has
-    ended until the step behind it.
+    """Gives back the memory of the KV cache and of hidden states; only without requests. vLLM asks for a pause first,
+    which ends when all memory is there again. Its scheduler counts a request that has ended until the step behind it.
     """
     if compat.has_requests(engine):
         engine.step()

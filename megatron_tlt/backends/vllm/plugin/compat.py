@@ -66,11 +66,6 @@ SIGNATURES = (
     ("v1.engine.llm_engine", "LLMEngine.sleep", "self level mode"),
     ("v1.engine.llm_engine", "LLMEngine.release_kv_cache_memory", "self"),
     ("v1.engine.llm_engine", "LLMEngine.wake_up", "self tags"),
-    (
-        "v1.engine.llm_engine",
-        "LLMEngine.reset_prefix_cache",
-        "self reset_running_requests reset_connector",
-    ),
     ("v1.engine.llm_engine", "LLMEngine.collective_rpc", "self method timeout args kwargs"),
     (
         "model_executor.models.interfaces",
@@ -190,6 +185,12 @@ def request_ids(runner: Any) -> list[str]:
     """Internal ids of the requests of the step under way, by row."""
     batch = runner.input_batch
     return list(batch.req_ids[: batch.num_reqs])
+
+
+def step_tokens(runner: Any) -> int:
+    """Most tokens that the scheduler gives a step."""
+    most: int = runner.vllm_config.scheduler_config.max_num_scheduled_tokens
+    return most
 
 
 def extra_args(runner: Any, request: str) -> dict[str, Any]:

@@ -47,13 +47,14 @@ class VllmWorkerExtension:
         earlier responses; None: requests bring none.
         """
         section, tokens, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
+        budget = compat.step_tokens(runner)
         if section.drafter == "suffix" or verify_rows is not None:
             vocab, longest = runner.model_config.get_vocab_size(), runner.speculative_config.num_speculative_tokens
             # vLLM cuts a response behind its end, but only after the step that has drawn more.
-            tokens = TokenDrafts(section, max_requests, max_len + longest, vocab, longest, verify_rows or 0)
+            tokens = TokenDrafts(section, max_requests, max_len + longest, vocab, longest, verify_rows or 0, budget)
         self.tlt_drafting = None
         if section.drafter != "none" or verify_rows is not None:
-            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), tokens, compat.first_ranks)
+            self.tlt_drafting = StepDrafting(section, torch.device(runner.device), budget, tokens, compat.first_ranks)
         self.tlt_sampling = KeyedSampling(runner, self.tlt_drafting)
         self.tlt_tap = self.tlt_routed_experts = None
         if hidden_bytes:

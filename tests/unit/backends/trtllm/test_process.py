@@ -39,7 +39,7 @@ for _ in range(6000):
     time.sleep(0.05)
     connection.sendall(bytes.fromhex({again!r}))
 """
-HELLO = {"type": "hello", "engine": "1.2.1", "device": "cuda", "pid": 1}
+HELLO = {"type": "hello", "engine": "1.2.1", "device": "cuda"}
 BEAT = line_of({"type": "beat", "in_flight": 1, "last_request": 1, "steps": 7, "lengths": [3]})
 
 

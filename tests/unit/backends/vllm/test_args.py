@@ -32,7 +32,7 @@ from megatron_tlt.backends.vllm.build import _arguments
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
 from megatron_tlt.config.checks.rollout import check_rollout
-from megatron_tlt.config.load import load_config
+from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.planning import engine as plan
 from megatron_tlt.config.rollout import RolloutSection
@@ -77,8 +77,8 @@ def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
 
 
 def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
-    given = engine_args(rollout(engine={"swap_space": 1}), MODEL, 1 << 20, None, "cpu")
-    assert given["swap_space"] == 1
+    given = engine_args(rollout(engine={"cpu_offload_gb": 1.5}), MODEL, 1 << 20, None, "cpu")
+    assert given["cpu_offload_gb"] == 1.5
     assert given["kv_cache_memory_bytes"] == 1 << 20
     assert given["load_format"] == "dummy", "the first weight sync brings the weights"
     with pytest.raises(ConfigError, match="set by other settings already: dtype"):
@@ -98,6 +98,24 @@ def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:
     assert engine_args(sleeping, MODEL, 1 << 30, None, "cuda") == on_gpu | more
     shared = engine_args(ours.model_copy(update={"tp": 4}), MODEL, 1 << 30, None, "cuda")
     assert shared["tensor_parallel_size"] == 4 and shared["distributed_executor_backend"] == "external_launcher"
+    fused = {"pass_config": {"fuse_allreduce_rms": False}}  # by FlashInfer, which opens the memory of the peers
+    assert shared["compilation_config"] == on_gpu["compilation_config"] | fused
+
+
+def test_steps_have_the_configured_budget_beside_the_rows_of_a_block_drafter() -> None:
+    """Whatever the context: prompts are read in chunks. vLLM's scheduler counts a block for each request of a step."""
+    long, deep = MODEL.model_copy(update={"max_context": 32768}), replace(ModelConfig.from_hf(MODEL.path), num_layers=8)
+    for drafter, made in (("none", None), ("eagle", EagleConfig.of(deep)), ("dspark", block_config(deep))):
+        ours = rollout(drafter)
+        given = engine_args(ours, long, 1 << 20, speculative_config(ours, made, Path("/drafter")), "cpu")
+        blocks = given["max_num_seqs"] * (made.num_drafted if drafter == "dspark" else 0)
+        assert given["max_num_scheduled_tokens"] == given["max_num_batched_tokens"] - blocks == 2048
+        assert given["max_num_seqs"] * (1 + 2 * (drafter == "dspark" and 6)) <= given["max_num_batched_tokens"]
+        config = build_config({"model": {"path": "m"}}, [f"rollout.speculation.drafter={drafter}", *VLLM])
+        assert plan.forward_rows(config) == given["max_num_batched_tokens"]
+
+
+VLLM = "rollout.backend=vllm", "rollout.speculation.block_size=6"
 
 
 @pytest.mark.parametrize("max_tokens", [8192, 8189])  # a whole number of blocks: without drafts, and with some of them
@@ -132,8 +150,20 @@ def test_vllm_starts_with_the_least_cache_that_check_accepts(max_tokens: int, tm
         given = _arguments(options, tmp_path)
         usable = 128 * (given["kv_cache_memory_bytes"] // block_bytes - 1)
         assert longest < given["max_model_len"] <= usable
-    rows = plan.rollout_step_bytes(config, shape, "cuda") // plan.row_bytes(config, shape)
-    assert longest == rows < given["max_num_batched_tokens"] < rows + 128, "drafts lie behind the longest request"
+    assert plan.forward_rows(config) == given["max_num_batched_tokens"] == 2048
+    each = 1 + given["speculative_config"]["num_speculative_tokens"]
+    assert plan.verified_rows(config) == min(config.rollout.max_running_requests * each, 2048)
+
+
+@pytest.mark.parametrize(("drafter", "left", "says"), [("suffix", 3, []), ("suffix", 2, [3]), ("none", 0, [])])
+def test_a_start_says_where_drafting_ends_before_the_models_last_position(
+    drafter: str, left: int, says: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines: list[Any] = []
+    monkeypatch.setattr("megatron_tlt.backends.vllm.build._log.info", lambda text, *values: lines.append(values))
+    most = ModelConfig.from_hf(MODEL.path).max_position_embeddings
+    _arguments(EngineOptions(rollout(drafter), MODEL, longest_request=most - left), tmp_path)
+    assert lines == [(n, most) for n in says]
 
 
 def test_a_request_ends_where_the_embedded_engines_does() -> None:
@@ -187,7 +217,7 @@ def test_a_block_drafter_is_written_for_the_plugins_class(more: dict) -> None:
 
 
 def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENTS", ())
+    monkeypatch.setattr("megatron_tlt.backends.vllm.launch.ENVIRONMENT", "none")
     with pytest.raises(ConfigError, match="make setup-vllm"):
         vllm_launch(rollout(), "cpu")
     launch = vllm_launch(rollout(python="/v/bin/python"), "cpu")
@@ -208,7 +238,7 @@ def test_invariant_numerics_reach_the_process(numerics: Any, value: int, tmp_pat
 
 def engine_of(device: str, folder: Path) -> str:
     """A Python whose vLLM says that it computes on `device`, and waits."""
-    hello = line_of({"type": "hello", "engine": "0.32.0", "device": device, "pid": 1})
+    hello = line_of({"type": "hello", "engine": "0.32.0", "device": device})
     program = folder / "child.py"
     program.write_text(
         f"import socket, sys, time\nside = socket.socket(socket.AF_UNIX)\nside.connect(sys.argv[-2])\n"

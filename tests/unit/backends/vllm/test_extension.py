@@ -52,7 +52,7 @@ def test_a_file_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_drafts_are_measured_anew_once_a_drafter_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = VllmWorkerExtension()
-    worker.tlt_drafting = StepDrafting(SpeculationSection(drafter="eagle"), torch.device("cpu"))
+    worker.tlt_drafting = StepDrafting(SpeculationSection(drafter="eagle"), torch.device("cpu"), 2048)
     worker.tlt_load_speculation(
         {**worker.tlt_speculation(), "selector": {**worker.tlt_speculation()["selector"], "is_new": False}}
     )

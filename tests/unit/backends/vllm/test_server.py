@@ -68,7 +68,7 @@ class Talk:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine, self.responses = ToyEngine(), []  # type: tuple[ToyEngine, list[Message]]
         monkeypatch.setattr(server.adapter, "start_engine", lambda llm, records_routers: self.engine)
-        monkeypatch.setattr(server.adapter, "first_ranks", lambda order: order)
+        monkeypatch.setattr(server.compat, "first_ranks", lambda order: order)
         self.starts: list[int] = []
         self.earlier: list[list[int]] = []
 
@@ -185,7 +185,7 @@ class Ranks:
         for rank, talk in enumerate(self.talks):
             talk.host._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine {rank}")
             talk.engine.step, talk.engine.add_request = self.logged(rank, "step"), self.logged(rank, "add_request")  # type: ignore[method-assign]
-        monkeypatch.setattr(server.adapter, "first_ranks", self.first_ranks)
+        monkeypatch.setattr(server.compat, "first_ranks", self.first_ranks)
 
     def first_ranks(self, order: Any) -> Any:
         if threading.current_thread().name.startswith("engine 0"):

@@ -113,6 +113,9 @@ def test_what_vllm_cannot_do_is_refused() -> None:
     assert set(problems(*VLLM, "rollout.kernels=torch")) == {"rollout.kernels"}
     arms = "rollout.speculation.bandit.arms"
     assert set(problems(*VLLM, *EAGLE_ARMS, f"{arms}=[0]")) == {arms}
+    for name in ("seed", "data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"):
+        (found,) = problems(*VLLM, f"rollout.vllm.engine.{name}=2").items()
+        assert found[0] == f"rollout.vllm.engine.{name}" and found[1].startswith("must not be set: ")
     found = problems(*VLLM, "rollout.numerics=invariant", "sync.transport=shared_memory", device="cpu")
     assert "needs Triton" in found.pop("rollout.numerics") and not found
     assert problems(*VLLM, "rollout.numerics=invariant", device="cuda") == problems(*VLLM, device="cuda")

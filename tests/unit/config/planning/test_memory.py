@@ -344,6 +344,9 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
     assert vllm.parts["embedding and LM head"] == 2 * 2 * 152064 * 3584  # not tied, bf16
     assert kv_bytes_per_token(vllm_of, shape) == 57344 * 29 // 28  # no hidden states
     assert vllm.total == 125 * GIB and vllm.parts["engine's process"] == 2 * GIB
+    assert vllm.parts[engine.INPUTS] == 3 * 2048 * 3584 * 2, "embedded tokens of both models, states for the drafter"
+    plain = estimate_memory(config_of(*sizes, "rollout.backend=vllm"), shape, 2, "cuda", 125)[0]
+    assert plain.parts[engine.INPUTS] == 2048 * 3584 * 4 and engine.INPUTS not in plain.only | vllm.only
     experts = shape.model_copy(update={"num_experts": 128, "moe_intermediate_size": 768, "dense_layers": (0,)})
     (stage,) = estimate_memory(vllm_of, experts, 2, "cuda", 500)
     assert stage.parts[engine.LOADED] == 2 * 128 * 3 * 768 * 3584 * 2 and stage.only[engine.LOADED] == ("weight_sync",)
