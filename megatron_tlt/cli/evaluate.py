@@ -101,6 +101,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
 def _what(config: Config, num_prompts: int) -> str:
     """What is evaluated, for a reader of a configuration whose parts are elsewhere."""
     from megatron_tlt.actor.checkpoint_files import complete_steps
+    from megatron_tlt.rewards.base import correct_line
 
     source = config.data.eval
     assert source is not None
@@ -110,6 +111,8 @@ def _what(config: Config, num_prompts: int) -> str:
     at = f"eval.temperature = {config.eval.temperature:g}"
     text = f"evaluates model.path = {config.model.path} on {prompts}, at {at}, rewards: {functions}"
     run = config.train.run_dir
+    if correct := correct_line(config.rewards):
+        text += f"\n{correct}"
     if (unread := base_warning(config)) is not None:
         text += f"\nwarning: {unread}"
     if complete_steps(Path(run) / "checkpoints"):

@@ -112,8 +112,9 @@ class RewardConfig(Section):
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
     threshold: float | Literal["auto"] | None = "auto"
-    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there. auto:
-    1; of python and env, whose values have a scale of their own, the report then calls no response wrong."""
+    """A response is correct, in accuracy and pass@k, if every function whose threshold is not null reaches it; null:
+    the value counts in the reward only. auto: 1; of python and env, whose values have a scale of their own, the report
+    then calls no response wrong."""
 
     @property
     def least(self) -> float | None:

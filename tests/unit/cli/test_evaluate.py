@@ -20,6 +20,8 @@ def test_weights_that_are_not_read_are_named(
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
     said = _what(config, 4)
     assert "on 4 prompts of data.eval (basic_arithmetic" in said and "at eval.temperature = 1, rewards: task" in said
+    form = "rewards.functions=[{name: task}, {name: format, pattern: x}]"
+    assert "all of: task at least 1" in _what(load_config(ROOT / "configs/quickstart.yaml", [form]), 4)
     monkeypatch.setattr("megatron_tlt.trainer.preflight.check_on", lambda *_: None)
     world: Any = SimpleNamespace(is_main=True)
     arguments: Any = SimpleNamespace(action="train", drafter=None)
