@@ -137,9 +137,10 @@ class RewardSection(Section):
     functions: tuple[RewardConfig, ...] = (RewardConfig(name="task"),)
     """Reward functions; their weighted values are added. None, `[]`, with `algorithm.name: distill` only."""
     timeout_s: PositiveFloat = 10.0
-    """A function that takes longer costs that sample a recorded failure."""
+    """Seconds for one response, all functions together. One that takes longer is a recorded failure."""
     failure_value: float = 0.0
-    """Value recorded for a failed reward. Where all rewards of a rollout fail, the run ends."""
+    """Reward of a response of which one function failed, in place of the whole sum. Where all rewards of a rollout
+    fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""
