@@ -145,8 +145,9 @@ class RewardSection(Section):
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""
     workers: PositiveInt = 1
-    """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, with those and the CPUs
-    of all."""
+    """Worker processes per rank. Each judges one response at a time: a reward that waits for a service needs as many as
+    requests of a rank may be open at once (examples/own_judge). The first rank of an engine of several (`rollout.tp`)
+    judges, with those and the CPUs of all."""
 
     @property
     def is_of_unknown_scale(self) -> bool:
