@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves every `checkpoint.every` steps in the background, one save at a time.
+    """Saves every `checkpoint.every` steps and after the last one, in the background, one save at a time.
 
     Every method but `latest` and `close` is collective.
     """
@@ -98,9 +98,9 @@ class CheckpointManager:
                 self.wait()
 
     def is_scheduled(self, step: int) -> bool:
-        """Whether `checkpoint.every` asks for a checkpoint after `step` steps."""
+        """Whether a checkpoint belongs behind `step` steps: the last one, or one that `checkpoint.every` asks for."""
         every = self._section.every
-        return bool(every) and (step % every == 0 or step == self._num_steps)
+        return step == self._num_steps or (bool(every) and step % every == 0)
 
     def save_now(self, step: int, state: Callable[[], dict[str, Any]], prune: bool = True) -> None:
         """Saves `step` whatever `checkpoint.every` says, unless it is saved; returns when it is on disk.

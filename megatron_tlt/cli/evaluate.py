@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
 
+_MANY_CUT = 0.05  # share of responses, and the most that the accuracy could gain without the limit
 RESULT = rb'\{\n  "step": \d+,\n  "num_prompts": '  # how the result begins
 
 
@@ -91,17 +92,47 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     backend.close()
     if world.is_main:
         row = {"reward/accuracy": result.pass_at["1"], "reward/mean": result.reward}
-        if config.rewards.is_of_unknown_scale and (unreached := threshold_warning(row)) is not None:
-            print(f"warning: {unreached}", file=sys.stderr, flush=True)
+        unreached = threshold_warning(row) if config.rewards.is_of_unknown_scale else None
+        for warning in filter(None, [unreached, _cut_warning(config, result.truncated)]):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         text = json.dumps(to_json(asdict(result)), indent=2, allow_nan=False)
         print(text, flush=True)
         if out is not None:
             write_atomically(out, [text])
 
 
+def _in_force(config: Config, name: str) -> float:
+    """A setting of `eval` that is the rollout's where it is not set."""
+    own = getattr(config.eval, name)
+    value: float = getattr(config.rollout, name) if own is None else own
+    return value
+
+
+def _sampling(config: Config) -> str:
+    """What decides the accuracy beside temperature and rewards: number, length and sampling of the responses."""
+    shown = {"samples_per_prompt": config.eval.samples_per_prompt, "max_tokens": _in_force(config, "max_tokens")}
+    shown |= {"top_p": _in_force(config, "top_p")}
+    shown |= {name: value for name in ("top_k", "min_p") if (value := _in_force(config, name))}
+    settings = ", ".join(f"eval.{name} = {value}" for name, value in shown.items())
+    return f"{settings}, rollout.dtype = {config.rollout.dtype}"
+
+
+def _cut_warning(config: Config, truncated: float) -> str | None:
+    """A warning of accuracies that the limit of length may have decided; `truncated`: share of the responses."""
+    if truncated < _MANY_CUT:
+        return None
+    limit = f"eval.max_tokens = {_in_force(config, 'max_tokens')}"
+    turns = "" if config.env is None else ", or a limit of the environment,"
+    return (
+        f"{truncated:.1%} of the responses reached {limit}{turns} and have most likely no answer: with a larger one, "
+        f"and model.max_context = {config.model.max_context}, the accuracy may be higher"
+    )
+
+
 def _what(config: Config, num_prompts: int, num_rows: int) -> str:
     """What is evaluated, for a reader of a configuration whose parts are elsewhere: different prompts, of rows."""
     from megatron_tlt.actor.checkpoint_files import complete_steps
+    from megatron_tlt.rewards.base import correct_line
 
     source = config.data.eval
     assert source is not None
@@ -112,6 +143,9 @@ def _what(config: Config, num_prompts: int, num_rows: int) -> str:
     at = f"eval.temperature = {config.eval.temperature:g}"
     text = f"evaluates model.path = {config.model.path} on {prompts}, at {at}, rewards: {functions}"
     run = config.train.run_dir
+    text += f"\neach with {_sampling(config)}"
+    if correct := correct_line(config.rewards):
+        text += f"\n{correct}"
     if (unread := base_warning(config)) is not None:
         text += f"\nwarning: {unread}"
     if complete_steps(Path(run) / "checkpoints"):

@@ -113,8 +113,9 @@ class RewardConfig(Section):
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
     threshold: float | Literal["auto"] | None = "auto"
-    """Value from which the answer counts as correct in accuracy and pass@k; null: the value does not count there. auto:
-    1; of python and env, whose values have a scale of their own, the report then calls no response wrong."""
+    """A response is correct, in accuracy and pass@k, if every function whose threshold is not null reaches it; null:
+    the value counts in the reward only. auto: 1; of python and env, whose values have a scale of their own, the report
+    then calls no response wrong."""
 
     @property
     def least(self) -> float | None:
@@ -137,15 +138,17 @@ class RewardSection(Section):
     functions: tuple[RewardConfig, ...] = (RewardConfig(name="task"),)
     """Reward functions; their weighted values are added. None, `[]`, with `algorithm.name: distill` only."""
     timeout_s: PositiveFloat = 10.0
-    """A function that takes longer costs that sample a recorded failure."""
+    """Seconds for one response, all functions together. One that takes longer is a recorded failure."""
     failure_value: float = 0.0
-    """Value recorded for a failed reward. Where all rewards of a rollout fail, the run ends."""
+    """Reward of a response of which one function failed, in place of the whole sum. Where all rewards of a rollout
+    fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""
     workers: PositiveInt = 1
-    """Worker processes per rank; the first rank of an engine of several (`rollout.tp`) judges, with those and the CPUs
-    of all."""
+    """Worker processes per rank. Each judges one response at a time: a reward that waits for a service needs as many as
+    requests of a rank may be open at once (examples/own_judge). The first rank of an engine of several (`rollout.tp`)
+    judges, with those and the CPUs of all."""
 
     @property
     def is_of_unknown_scale(self) -> bool:

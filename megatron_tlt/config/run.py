@@ -65,7 +65,7 @@ class CheckpointSection(Section):
     """Checkpoints in megatron's distributed format."""
 
     every: NonNegativeInt = 20
-    """Steps between checkpoints, also after the last step; 0: only at a signal."""
+    """Steps between checkpoints, also after the last step; 0: only then and at a signal."""
     keep: PositiveInt = 3
     """Newest checkpoints kept."""
     asynchronous: bool = True
@@ -79,7 +79,7 @@ class SftCheckpointSection(CheckpointSection):
     written."""
 
     every: NonNegativeInt = 200
-    """Steps between checkpoints, also after the last step; 0: only at a signal."""
+    """Steps between checkpoints, also after the last step; 0: only then and at a signal."""
     keep: PositiveInt = 1
     """Newest checkpoints kept."""
     resume: Resume = "auto"

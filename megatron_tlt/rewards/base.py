@@ -52,6 +52,16 @@ def judge(scorers: Sequence[NamedScorer], failure_value: float, prompt: Prompt, 
     return RewardResult(total, correct and counting, parts)
 
 
+def correct_line(section: RewardSection) -> str:
+    """The functions that a correct response needs and their thresholds, where these are several; else empty."""
+    named = enumerate(zip(labels(section), section.functions, strict=True))
+    counting = [(place, label, config.least) for place, (label, config) in named if config.least is not None]
+    if len(counting) < 2:
+        return ""
+    each = ", ".join(f"{label} at least {least:g} (rewards.functions.{place})" for place, label, least in counting)
+    return f"Correct, in accuracy and pass@k, is a response with all of: {each}; threshold: null takes one out"
+
+
 def failed(why: str, failure_value: float, parts: dict[str, float] | None = None) -> RewardResult:
     """The result of a sample whose reward could not be computed."""
     return RewardResult(failure_value, False, dict(parts or {}), why[:LONGEST_FAILURE])

@@ -19,7 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 from megatron_tlt.config.data import RewardSection
 from megatron_tlt.errors import ConfigError, RewardError
 from megatron_tlt.rewards import worker
-from megatron_tlt.rewards.base import failed, judge
+from megatron_tlt.rewards.base import failed, judge, labels
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 from megatron_tlt.workers.process import ended
@@ -155,7 +155,8 @@ class RewardPool:
         if error is None:
             return future.result()
         if isinstance(error, TimeoutError):
-            why = f"no result within {self._section.timeout_s:g} s"
+            names = ", ".join(labels(self._section))  # the worker is gone, and with it which of them was running
+            why = f"no result of {names} within {self._section.timeout_s:g} s (rewards.timeout_s)"
         elif isinstance(error, ProcessExpired):
             why = ended(error.exitcode)
         else:  # such as KeyboardInterrupt, which `judge` lets pass

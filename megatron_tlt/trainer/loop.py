@@ -146,7 +146,7 @@ class RLTrainer(Job):
     def finish(self) -> None:
         """The last checkpoint, also where its save was put off, and the summary."""
         with self.phase("checkpoint"):
-            if self.config.checkpoint.every and self.policy.has_stepped:
+            if self.policy.has_stepped:
                 # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
                 self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
             self.checkpoints.wait()

@@ -43,6 +43,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import model_problems
 from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
+from megatron_tlt.rewards.base import correct_line
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
@@ -100,7 +101,7 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     model, _ = read_model("model.path", config.model.path)
     shape = None if model is None else model.architecture
     device = resolve_device(config, None)
-    tried = [] if rl is None or prompt is None else _tried(rl, prompt)
+    judged = [] if rl is None else _judged(rl, prompt)
     warnings = [f"warning: {text}" for text in [*input_warnings(config, device), *_unseen_drafter(config, shape)]]
     if device is None:
         positions = None if model is None else model.max_position_embeddings
@@ -108,13 +109,16 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
         warnings += [f"warning: CPU ranks refuse to start: {problem}" for problem in on_cpu]
     report = render_check(config, shape, num_ranks, all_rows=all_rows)
     fits = fits_line(config, shape, num_ranks)
-    return printable("\n".join([report, *tried, *to_fetch, *absent, *warnings, fits]))
+    return printable("\n".join([report, *judged, *to_fetch, *absent, *warnings, fits]))
 
 
-def _tried(config: Config, prompt: Prompt) -> list[str]:
-    """A line of the environment, whose episode was no problem, and one of users' reward functions, which run now."""
+def _judged(config: Config, prompt: Prompt | None) -> list[str]:
+    """A line of what a correct response is; with a prompt one of the environment, whose episode was no problem, and one
+    of users' reward functions, which run now.
+    """
     played = "Environment: a scripted episode was the same three times, in two processes"
-    return [*filter(None, ["" if config.env is None else played, trial_line(config.rewards, prompt)])]
+    tried = [] if prompt is None else ["" if config.env is None else played, trial_line(config.rewards, prompt)]
+    return [*filter(None, [correct_line(config.rewards), *tried])]
 
 
 def _unseen_drafter(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:

@@ -22,7 +22,7 @@ def command(ranks, *arguments, **options):
 def run(tmp_path_factory):
     """A folder with a run of one step, and its policy exported to `exported`."""
     folder = tmp_path_factory.mktemp("commands")
-    config = write_config(folder, train={"num_steps": 1}, eval={"every": 0})
+    config = write_config(folder, train={"num_steps": 1}, eval={"every": 0}, checkpoint={"every": 0})
     command(2, "train", config)
     other = ("actor.tp=4", "actor.sequence_parallel=true", "rollout.tp=4")  # as a run on four ranks: one rank takes it
     done = command(1, "export", config, *other, "--out", folder / "exported")

@@ -98,6 +98,12 @@ def test_a_checkpoint_is_put_back_whose_step_was_killed_while_it_was_saved_again
     assert start.load_latest()["from"] == directory and start.newest == 3
 
 
+@pytest.mark.parametrize(("every", "steps"), [(0, [5]), (2, [2, 4, 5]), (9, [5])])
+def test_a_checkpoint_is_scheduled_behind_the_last_step_whatever_the_interval(tmp_path, every, steps):
+    manager = CheckpointManager(CheckpointSection(every=every), tmp_path, 5, SimpleNamespace(), WORLD)
+    assert [step for step in range(1, 6) if manager.is_scheduled(step)] == steps
+
+
 def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_path):
     directory = published(tmp_path, 3)
     assert resume.checkpoint_problems(str(directory)) == resume.checkpoint_problems("auto") == []

@@ -63,7 +63,7 @@ def test_a_slow_reward_is_waited_for_with_signs_of_life(monkeypatch: pytest.Monk
     monkeypatch.setattr("megatron_tlt.rewards.pool._BEAT_S", 0.05)
     beats: list[None] = []
     with pool_of(on_wait=lambda: beats.append(None)) as pool:
-        assert results(pool, ["hang"])[0].failure == "no result within 1 s"
+        assert results(pool, ["hang"])[0].failure == "no result of act within 1 s (rewards.timeout_s)"
     assert len(beats) >= 6
 
 
@@ -82,8 +82,8 @@ def test_every_kind_of_failure_costs_one_sample() -> None:
     assert {t: r.failure for t, r in found.items() if r.failure} == {
         "interrupt": "KeyboardInterrupt: ",
         "nan": "act: ValueError: returned nan: must be finite",
-        "hang": "no result within 1 s",
-        "spin": "no result within 1 s",
+        "hang": "no result of act within 1 s (rewards.timeout_s)",
+        "spin": "no result of act within 1 s (rewards.timeout_s)",
         "die": "worker was ended by signal 9",
         "quit": "worker ended with exit code 7",
         "crash": "worker was ended by signal 11",
@@ -146,7 +146,7 @@ def test_what_a_hung_function_has_started_ends_with_it(monkeypatch: pytest.Monke
     monkeypatch.setenv("CHILD_PIDS", str(tmp_path / "pids"))
     with pool_of() as pool:
         (hung,) = results(pool, ["children"])
-        assert hung.failure == "no result within 1 s"
+        assert hung.failure == "no result of act within 1 s (rewards.timeout_s)"
         children = [Path(f"/proc/{pid}/exe") for pid in (tmp_path / "pids").read_text().split()]
         end = time.monotonic() + 10  # a killed process is in /proc until it is reaped
         while any(child.exists() for child in children) and time.monotonic() < end:

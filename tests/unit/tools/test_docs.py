@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from docs_results import render
 
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.planning.memory import estimate_memory
+from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.envs.schemas import tool_schemas
 from tests.helpers.mpi import ROOT
 
@@ -72,6 +75,19 @@ def test_pages_that_code_and_configurations_name_exist():
         if not (ROOT / page).exists()
     }
     assert missing == set()
+
+
+def test_the_figures_of_what_to_change_when_memory_is_out_are_those_of_the_plan():
+    text = (ROOT / "docs/guides/memory.md").read_text().split("## Out of memory")[1].split("\n## ")[0]
+    base = re.search(r"own savings \(`([^`]+)`\)", text)[1].split()
+    rows = re.findall(r"^\| (?:`(\w+)`.*?)?\| (?:none|`([^`]+)`) \| ([\d.]+) \|", text, re.MULTILINE)
+    assert len(rows) == 17
+    phase = ""
+    for name, change, planned in rows:
+        phase = name or phase
+        config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", [*base, *filter(None, [change])])
+        (rank,) = estimate_memory(config, config.model.architecture, 8)
+        assert f"{rank.of_phase(phase) / GIB:.1f}" == planned, (phase, change)
 
 
 def test_a_known_gap_is_a_row_of_few_words_with_a_link():

@@ -187,6 +187,15 @@ def test_a_reward_that_fails_is_a_warning_before_the_run(tmp_path):
     assert f"{failed}bad: IndexError" in said("bad")
 
 
+def test_check_names_the_functions_that_a_correct_response_needs():
+    form = {"name": "format", "pattern": "4.*"}
+    both = make(rewards={"functions": [{"name": "task", "threshold": 0.9}, form]})
+    needs = "a response with all of: task at least 0.9 (rewards.functions.0), format at least 1 (rewards.functions.1);"
+    assert needs in check_report(both, 4)
+    bonus = make(rewards={"functions": [{"name": "task"}, form | {"threshold": None}]})
+    assert "a response with all of" not in check_report(bonus, 4)
+
+
 def test_a_kl_term_without_gradient_is_a_warning_of_check():
     report = check_report(make(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"}), 4)
     assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
