@@ -52,6 +52,12 @@ def test_adapters_equal_merged_weights_in_transformers(kind: str) -> None:
     assert found["only_factors"] and found["state"] == found["factors"]
 
 
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_every_parameter_is_on_the_present_device(with_adapters: bool) -> None:
+    """Frozen routers, too, which no gradient buffer moves."""
+    assert case("devices", with_adapters=with_adapters)["elsewhere"] == []
+
+
 def test_packing_changes_nothing() -> None:
     found = case("packing")
     assert found["micro_batches"]["one"] == 18
