@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,21 +162,34 @@ def damage_of(directory: Path, part: int = 0, parts: int = 1, checksums: bool = 
 
     Without `checksums` no file is read: altered ones pass. Raises CheckpointError if the manifest cannot be read.
     """
-    records, damage = read_manifest(directory).files, []
-    for name in sorted(records)[part::parts]:
-        file, wanted = directory / name, records[name]
+    records = read_manifest(directory).files
+    damage = _damage(directory, {name: records[name] for name in sorted(records)[part::parts]}, checksums)
+    return f"checkpoint {directory} is damaged: {damage}" if damage else None
+
+
+def _damage(directory: Path, records: Mapping[str, FileRecord], checksums: bool) -> str:
+    """Words for the files of `records` that are not in a directory as they were recorded; empty where all are."""
+    damage = []
+    for name, wanted in records.items():
+        file = directory / name
         if not file.is_file():
             damage.append(f"{name} is missing")
         elif file.stat().st_size != wanted.size:
             damage.append(f"{name} is torn: {file.stat().st_size} of {wanted.size} bytes")
         elif checksums and record_of(file) != wanted:
             damage.append(f"{name} was altered: its checksum does not match")
-    return f"checkpoint {directory} is damaged: {shortened(damage, separator='; ')}" if damage else None
+    return shortened(damage, separator="; ")
 
 
 def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
-    """Names the finished `directory`.tmp, moves `latest`, removes the oldest beyond `keep`. One rank only."""
+    """Names the finished `directory`.tmp, moves `latest`, removes the oldest beyond `keep`. One rank only.
+
+    Raises CheckpointError where a file of `manifest` is not there with its size: its rank writes to another disk.
+    """
     scratch = scratch_of(directory)
+    if damage := _damage(scratch, manifest.files, checksums=False):
+        where = "files of all ranks must come to one disk that their hosts share"
+        raise CheckpointError(f"checkpoint {directory} is not complete: {damage} ({where})")
     records = dict(manifest.files)
     for file in sorted(scratch.iterdir()):
         if file.name not in records:
