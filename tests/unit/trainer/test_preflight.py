@@ -260,6 +260,13 @@ def test_a_learning_rate_that_does_not_fit_the_model_is_a_warning(lr, vocab_size
     assert not any("high for RL" in text for text in input_warnings(sft, "cpu"))
 
 
+def test_modules_to_recompute_that_nothing_reads_are_a_warning():
+    for recompute, modules, is_named in (("none", ["mlp"], True), ("selective", ["mlp"], False), ("none", None, False)):
+        actor = {"recompute": recompute, **({} if modules is None else {"recompute_modules": modules})}
+        found = [text for text in input_warnings(make(actor=actor), "cpu") if "recompute" in text]
+        assert len(found) == is_named and all("[mlp] has no effect with actor.recompute = none" in t for t in found)
+
+
 def test_an_environment_is_played_before_a_run():
     own = {"functions": [{"name": "python", "path": f"{REWARDS}:good"}]}
     report = check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}, rewards=own), 4)
