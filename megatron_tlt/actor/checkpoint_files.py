@@ -29,7 +29,6 @@ from megatron_tlt.observe.files import sync, write_atomically
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _FORMAT = 1
-_CONSTANTS = ("rope_theta", "rope_scaling", "rms_norm_eps")  # of a model; records of before lack them
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = ".old.tmp"  # of the name of a checkpoint while its step is saved again
 
@@ -74,7 +73,6 @@ class Manifest:
         if body.pop("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT}")
         files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-        body["training"] = {"lora": "off", "base": ""} | body["training"]  # written before there was LoRA
         return cls(**body, files=files)
 
 
@@ -82,7 +80,7 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
     """Shape and constants of the model as the manifest keeps them."""
     names = ["family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
     names += ["intermediate_size", "tie_word_embeddings", *(MOE_FIELDS if config.num_experts else ())]
-    record = {name: getattr(config, name) for name in (*names, *_CONSTANTS)}
+    record = {name: getattr(config, name) for name in (*names, "rope_theta", "rms_norm_eps")}
     record["rope_scaling"] = config.rope_scaling and asdict(config.rope_scaling)
     return {name: list(v) if isinstance(v, tuple) else v for name, v in record.items()}  # as JSON has them
 
@@ -103,14 +101,8 @@ def training_record(actor: ActorSection, optimizer: str, shards_optimizer: bool,
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Differences between two records (`model_record`), for messages."""
-    both = [(n, value) for n, value in wanted.items() if n in found or n not in _CONSTANTS]
-    wrong = [(name, value) for name, value in both if not _agree(name, found.get(name), value)]
+    wrong = [(name, value) for name, value in wanted.items() if found.get(name) != value]
     return [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wrong]
-
-
-def _agree(name: str, found: Any, wanted: Any) -> bool:
-    """Equal, or for the base of adapters in an older record, which has its embedding alone, equal in that."""
-    return found == wanted or (name == "base" and found == wanted.partition("-")[0])
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -192,7 +192,6 @@ def guards(world: World, root: Path) -> None:
     say(
         world,
         case="guards",
-        cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
         skipped=out.skipped,
         version=out.policy_version,
         skipped_steps=out.metrics["skipped_steps"],
