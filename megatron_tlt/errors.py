@@ -143,6 +143,10 @@ class SharedError(TltError):
     """An error that every rank raises at the same point, so that all can save what is done before they end."""
 
 
+class SaveError(CheckpointError, SharedError):
+    """A checkpoint that could not be written."""
+
+
 class RewardError(TltError):
     """A reward function that cannot be loaded (its failure on some responses is recorded, not raised)."""
 

@@ -46,7 +46,7 @@ class Opened:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Shape and constants of the model; of an older manifest the shape alone."""
+        """Shape and constants of the model."""
         return model_record(self.config) if self.manifest is None else self.manifest.model
 
     @property
@@ -129,7 +129,7 @@ def _open_hf(root: Path) -> Opened:
 
 
 def config_of(manifest: Manifest) -> ModelConfig:
-    """Enough of the model to name its tensors; an older record has no rope and no epsilon. Raises ConfigError."""
+    """Enough of the model to name its tensors. Raises ConfigError."""
     record: dict[str, Any] = dict(manifest.model)
     family = record.get("family")
     if family not in ARCHITECTURES.values():

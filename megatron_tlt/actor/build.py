@@ -321,6 +321,7 @@ class PolicyModel:
                 share_embeddings_and_output_weights=config.tie_word_embeddings,
                 parallel_output=True,
             )
+        self.module.to(current_device())  # megatron makes routers and shared experts' gates on the host
         mark_shards(self.module, groups, slots(config, actor.pp))
         self.adapters = {} if actor.lora is None else adapter_slots(config, actor.lora, actor.pp)
         """Factors of the adapters, and their full shapes."""

@@ -38,7 +38,7 @@ from megatron_tlt.actor.torch_dist_reader import METADATA, TorchDistReader, read
 from megatron_tlt.actor.weights import trainable
 from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, SaveError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
 
@@ -76,10 +76,10 @@ def start_save(
 
     `values_of`: where the values of a tensor of the state are to be read, on any device. `files_of_rank`: writers of
     this rank's other files, by file name; may be called until the handle is done. The handle must be polled or waited
-    for by all ranks together before the next save.
+    for by all ranks together before the next save. Raises SaveError where the first rank cannot write.
     """
     scratch = files.scratch_of(directory)
-    with together(world), _disk_errors(world, directory):
+    with _saving_together(world), _disk_errors(world, directory):
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
@@ -99,6 +99,16 @@ def start_save(
     assert strategy.writer is not None and request is not None
     strategy.writer.start(files_of_rank)
     return SaveHandle(world, directory, manifest, strategy.writer, request, keep)
+
+
+@contextmanager
+def _saving_together(world: World, intent: str = "") -> Iterator[None]:
+    """As `together`; what every rank raises is a SaveError."""
+    try:
+        with together(world, intent):
+            yield
+    except CheckpointError as error:
+        raise SaveError(str(error)) from error
 
 
 @contextmanager
@@ -133,7 +143,7 @@ class SaveHandle:
     def poll(self) -> bool:
         """Publishes the checkpoint if every rank has written its part; whether it is published.
 
-        Takes microseconds if it is not. Raises CheckpointError on every rank if any rank could not write.
+        Takes microseconds if it is not. Raises SaveError on every rank if any rank could not write.
         """
         if not self.done:
             flag = torch.tensor(int(self._writer.is_done()), device=current_device())
@@ -143,7 +153,7 @@ class SaveHandle:
         return self.done
 
     def wait(self) -> None:
-        """Publishes the checkpoint once all writers are done. Raises CheckpointError as `poll` does.
+        """Publishes the checkpoint once all writers are done. Raises SaveError as `poll` does.
 
         One rank's may take longer than a collective may; one that takes `_WAITS` times as long raises CheckpointError.
         """
@@ -160,13 +170,13 @@ class SaveHandle:
         if failures:
             if self._world.is_main:  # leaves room on a full disk for the run's logs
                 shutil.rmtree(files.scratch_of(self.directory), ignore_errors=True)
-            raise CheckpointError(f"cannot write {self.directory}: {'; '.join(failures)}")
+            raise SaveError(f"cannot write {self.directory}: {'; '.join(failures)}")
         with cpu_as_cuda(), _disk_errors(self._world, self.directory):
             for finish in self._request.finalize_fns:
                 finish()
         written = {name: record for _, records in report for name, record in records.items()}
         manifest = replace(self._manifest, files=written)
-        with together(self._world, f"publish {self.directory}"):
+        with _saving_together(self._world, f"publish {self.directory}"):
             if self._world.is_main:
                 files.publish(self.directory, manifest, self._keep)
         self.done = True

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ from megatron_tlt.observe.files import sync, write_atomically
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _FORMAT = 1
-_CONSTANTS = ("rope_theta", "rope_scaling", "rms_norm_eps")  # of a model; records of before lack them
 _NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = ".old.tmp"  # of the name of a checkpoint while its step is saved again
 
@@ -73,7 +73,6 @@ class Manifest:
         if body.pop("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT}")
         files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-        body["training"] = {"lora": "off", "base": ""} | body["training"]  # written before there was LoRA
         return cls(**body, files=files)
 
 
@@ -81,7 +80,7 @@ def model_record(config: ModelConfig) -> dict[str, Any]:
     """Shape and constants of the model as the manifest keeps them."""
     names = ["family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"]
     names += ["intermediate_size", "tie_word_embeddings", *(MOE_FIELDS if config.num_experts else ())]
-    record = {name: getattr(config, name) for name in (*names, *_CONSTANTS)}
+    record = {name: getattr(config, name) for name in (*names, "rope_theta", "rms_norm_eps")}
     record["rope_scaling"] = config.rope_scaling and asdict(config.rope_scaling)
     return {name: list(v) if isinstance(v, tuple) else v for name, v in record.items()}  # as JSON has them
 
@@ -102,14 +101,8 @@ def training_record(actor: ActorSection, optimizer: str, shards_optimizer: bool,
 
 def model_differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Differences between two records (`model_record`), for messages."""
-    both = [(n, value) for n, value in wanted.items() if n in found or n not in _CONSTANTS]
-    wrong = [(name, value) for name, value in both if not _agree(name, found.get(name), value)]
+    wrong = [(name, value) for name, value in wanted.items() if found.get(name) != value]
     return [f"{name} is {found.get(name)!r}, not {value!r}" for name, value in wrong]
-
-
-def _agree(name: str, found: Any, wanted: Any) -> bool:
-    """Equal, or for the base of adapters in an older record, which has its embedding alone, equal in that."""
-    return found == wanted or (name == "base" and found == wanted.partition("-")[0])
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -161,21 +154,34 @@ def damage_of(directory: Path, part: int = 0, parts: int = 1, checksums: bool = 
 
     Without `checksums` no file is read: altered ones pass. Raises CheckpointError if the manifest cannot be read.
     """
-    records, damage = read_manifest(directory).files, []
-    for name in sorted(records)[part::parts]:
-        file, wanted = directory / name, records[name]
+    records = read_manifest(directory).files
+    damage = _damage(directory, {name: records[name] for name in sorted(records)[part::parts]}, checksums)
+    return f"checkpoint {directory} is damaged: {damage}" if damage else None
+
+
+def _damage(directory: Path, records: Mapping[str, FileRecord], checksums: bool) -> str:
+    """Words for the files of `records` that are not in a directory as they were recorded; empty where all are."""
+    damage = []
+    for name, wanted in records.items():
+        file = directory / name
         if not file.is_file():
             damage.append(f"{name} is missing")
         elif file.stat().st_size != wanted.size:
             damage.append(f"{name} is torn: {file.stat().st_size} of {wanted.size} bytes")
         elif checksums and record_of(file) != wanted:
             damage.append(f"{name} was altered: its checksum does not match")
-    return f"checkpoint {directory} is damaged: {shortened(damage, separator='; ')}" if damage else None
+    return shortened(damage, separator="; ")
 
 
 def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
-    """Names the finished `directory`.tmp, moves `latest`, removes the oldest beyond `keep`. One rank only."""
+    """Names the finished `directory`.tmp, moves `latest`, removes the oldest beyond `keep`. One rank only.
+
+    Raises CheckpointError where a file of `manifest` is not there with its size: its rank writes to another disk.
+    """
     scratch = scratch_of(directory)
+    if damage := _damage(scratch, manifest.files, checksums=False):
+        where = "files of all ranks must come to one disk that their hosts share"
+        raise CheckpointError(f"checkpoint {directory} is not complete: {damage} ({where})")
     records = dict(manifest.files)
     for file in sorted(scratch.iterdir()):
         if file.name not in records:

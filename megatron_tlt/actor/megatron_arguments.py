@@ -28,8 +28,15 @@ _OFF = {
     "no_rope_freq": None,
     "window_size": None,
     "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "apply_residual_connection_post_layernorm": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
     "moe_router_score_function": "softmax",
     "moe_router_topk_scaling_factor": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_limited_devices": None,
+    "moe_apply_probs_on_input": False,
 }
 
 
@@ -66,6 +73,8 @@ def argument_problems(found: dict[str, Any], config: ModelConfig) -> list[str]:
         found.pop("rope_scaling_factor", None)
     both = [(name, found.get(name), value) for name, value in wanted.items()]
     problems = [f"{name} is {own!r}, not {value!r}" for name, own, value in both if own not in (None, value)]
+    if "sinkhorn" in str(found.get("moe_router_load_balancing_type")):  # or a list of types
+        problems.append("moe_router_load_balancing_type is 'sinkhorn', whose gates are others")
     if (found.get("vocab_size") or 0) > config.vocab_size:
         problems.append(f"vocab_size is {found['vocab_size']}, above {config.vocab_size}: rows of tokens would be lost")
     return problems

@@ -62,7 +62,6 @@ def optimizer_config(
     return OptimizerConfig(
         optimizer=section.name,
         lr=section.lr,
-        min_lr=section.min_lr,
         weight_decay=section.weight_decay,
         adam_beta1=section.beta1,
         adam_beta2=section.beta2,

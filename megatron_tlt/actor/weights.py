@@ -9,7 +9,7 @@ Stacks of experts are gathered over EP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -111,18 +111,15 @@ def named_tensors(
     config: ModelConfig,
     groups: ActorGroups,
     read: Callable[[nn.Parameter], Tensor],
-    adapters: Mapping[Slot, tuple[int, ...]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """`read(parameter)` of every parameter as full Hugging Face tensors, in one order on every rank.
 
     Collective. `read` gives a tensor of the parameter's shape (`value_of`, its gradient, ...), of one type over all
-    parameters. `adapters`: of these factors (`adapter_slots`), not of the model's parameters. A yielded tensor may be a
-    view of the parameter or made from several: use it before the next step, and do not write to it. At most one
-    parameter is held in full at a time.
+    parameters. A yielded tensor may be a view of the parameter or made from several: use it before the next step, and
+    do not write to it. At most one parameter is held in full at a time.
     """
-    parameters = dict(module.named_parameters())
-    which = slots(config, groups.dims.pp) if adapters is None else list(adapters)
-    shapes = config.parameter_shapes() if adapters is None else {s.hf_names[0]: adapters[s] for s in which}
+    parameters, shapes = dict(module.named_parameters()), config.parameter_shapes()
+    which = slots(config, groups.dims.pp)
     sample = read(next(_find(parameters, slot) for slot in which if slot.stage == groups.at.pp))
     for slot in which:
         if not slot.exported:

@@ -13,6 +13,7 @@ RUN_DIR/checkpoints/latest                        name of the newest complete on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from megatron_tlt.actor.checkpoint_files import put_back, read_latest, step_dire
 from megatron_tlt.checkpoint.carried_file import CARRIED, carried_writer, read_carried
 from megatron_tlt.checkpoint.resume import find_checkpoint
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
+from megatron_tlt.errors import SaveError
 from megatron_tlt.observe.attempt import note_checkpoint, note_start
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import CheckpointSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.resilience.run_lock import RunLock
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
@@ -85,11 +89,14 @@ class CheckpointManager:
 
         `state` is called on every rank. It is JSON-able but for `carried`, groups whose responses become a file, and
         `drafter`, a drafter's state or None, of which the first rank's becomes a file. A save that is due at a step
-        that is not `good` waits for the next good one.
+        that is not `good` waits for the next good one. Raises SaveError as `wait` does.
         """
-        if self._pending is not None and self._pending.poll():
-            self._note(self._pending.directory)
-            self._pending = None
+        if (pending := self._pending) is not None:
+            self._pending = None  # a failure is raised once
+            if pending.poll():
+                self._note(pending.directory)
+            else:
+                self._pending = pending
         self._is_overdue |= self.is_scheduled(step)
         if self._is_overdue and good:
             self._is_overdue = False
@@ -105,9 +112,14 @@ class CheckpointManager:
     def save_now(self, step: int, state: Callable[[], dict[str, Any]], prune: bool = True) -> None:
         """Saves `step` whatever `checkpoint.every` says, unless it is saved; returns when it is on disk.
 
-        Without `prune` no older checkpoint is removed.
+        Without `prune` no older checkpoint is removed. Where the save under way fails, this one takes its place. Raises
+        SaveError.
         """
-        self.wait()
+        try:
+            self.wait()
+        except SaveError as error:
+            if self._world.is_main:
+                _log.warning("%s; step %d is saved in its place", error, step)
         if self.is_behind or self.newest != step:
             self._start(step, state, prune)
             self.wait()
@@ -124,11 +136,11 @@ class CheckpointManager:
         self._pending = self._policy.start_save(target, state, self._section.keep if prune else None, files)
 
     def wait(self) -> None:
-        """Publishes the save under way, if there is one."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._note(self._pending.directory)
+        """Publishes the save under way, if there is one. Raises SaveError, once, where it fails."""
+        if (pending := self._pending) is not None:
             self._pending = None
+            pending.wait()
+            self._note(pending.directory)
 
     def close(self) -> None:
         """Releases the lock of the run directory."""

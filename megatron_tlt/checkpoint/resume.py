@@ -94,14 +94,12 @@ def resume_problems(config: TrainingConfig, shape: ModelConfig | None, device: D
 
 def schedule_warning(config: TrainingConfig) -> str | None:
     """The warning where a start goes on from a checkpoint of a shorter or longer run, whose learning rate there is
-    another one: a decaying schedule ends with the run. None where it is not, and where the record does not say.
+    another one: a decaying schedule ends with the run. None where it is not.
     """
     if (resumed := checkpoint_to_resume(config)) is None:
         return None
     _, found = resumed
-    total, before = config.optimizer_steps, found.extra.get("total_optimizer_steps")
-    if before is None:
-        return None
+    total, before = config.optimizer_steps, found.extra["total_optimizer_steps"]
     old, new = (learning_rate(config.optimizer, found.optimizer_steps, steps) for steps in (before, total))
     if old == new:
         return None
@@ -118,7 +116,7 @@ def _other_schedule(config: TrainingConfig, found: files.Manifest) -> list[str]:
     if config.rl is None or config.optimizer.schedule == "constant":
         return []
     there, own = found.extra.get("mini_batches"), config.rl.algorithm.mini_batches
-    if there in (None, own):  # None: a record of before
+    if there == own:
         return []
     counted = f"optimizer.schedule = {config.optimizer.schedule} counts updates"
     return [f"algorithm.mini_batches is {there}, not {own}, and {counted}"]

@@ -226,7 +226,7 @@ class SftSection(Section):
     completion_field: str = "completion"
     """Column of the completion: a string with some text."""
     out: Annotated[str, FilePath()]
-    """Hugging Face directory to write; `losses.jsonl` in it has a row a step."""
+    """Hugging Face directory to write, on a disk that all hosts share; `losses.jsonl` in it has a row a step."""
     num_steps: PositiveInt = 1000
     """Optimizer steps."""
     tokens_per_step: PositiveInt = 8192

@@ -19,7 +19,7 @@ class TrainSection(Section):
     seed: NonNegativeInt = 0
     """Seed of sampling, data order and initialisation."""
     run_dir: Annotated[str, FilePath()] = "runs/default"
-    """Where checkpoints, logs and events go."""
+    """Where checkpoints, logs and events go; of several hosts a disk that all of them share."""
     max_lost_steps: NonNegativeInt = 3
     """Steps in a row after which the run ends, of updates that are not finite (each is skipped, its batch kept in
     run_dir/nonfinite), or of rollouts of which dynamic sampling kept no group; 0: never."""

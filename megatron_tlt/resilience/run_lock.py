@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.errors import ConfigError, RunDirectoryError
+from megatron_tlt.errors import ConfigError, RunDirectoryError, shortened
 from megatron_tlt.observe.files import naming
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ class RunLock:
         self._run_dir = Path(run_dir)
         self._fd = -1
 
-    def acquire(self) -> None:
-        """Takes the lock. Raises RunDirectoryError that names the owner, if another job has it."""
+    def acquire(self) -> str:
+        """Takes the lock; returns the text in its file. Raises RunDirectoryError that names the owner, if another job
+        has it.
+        """
         fd = os.open(self._run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,7 +55,9 @@ class RunLock:
         with naming(self._run_dir / LOCK):
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner.encode(), 0)
+            os.fsync(fd)  # for other hosts
         self._fd = fd
+        return owner
 
     def release(self) -> None:
         """Gives the lock back. Idempotent."""
@@ -67,7 +71,8 @@ def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock
     """Makes the run directory that `field` = `value` names; rank 0's lock of it. Collective.
 
     A start that is refused afterwards takes back what it has made there (`World.refuse`). Raises ConfigError where it
-    cannot be made, on every rank RunDirectoryError if another job uses it.
+    cannot be made, on every rank ConfigError if it is not the same one on all hosts, RunDirectoryError if another job
+    uses it.
     """
     # Rank 0 alone: where NFS has no file, a host that has looked takes it for missing for a while after it is made.
     take_back = _take_back(run_dir) if world.is_main else None
@@ -77,18 +82,33 @@ def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock
     except OSError as error:
         raise ConfigError.of(field, value, f"cannot be made: {error.strerror}") from error
     lock = RunLock(run_dir) if world.is_main else None
-    problem: str | None = None
+    problem, owner = "", ""
     if lock is not None:
         try:
-            lock.acquire()
+            owner = lock.acquire()
         except RunDirectoryError as error:
             problem = str(error)
-    problem = world.broadcast_object(problem)
-    if problem is not None:
+    problem, owner = world.broadcast_object((problem, owner))
+    if problem:
         raise RunDirectoryError(problem)
     if take_back is not None:
         world.at_refusal(take_back)
+    _check_shared(field, value, run_dir, owner, world)
     return lock
+
+
+def _check_shared(field: str, value: str, run_dir: Path, owner: str, world: World) -> None:
+    """Raises ConfigError on every rank if a host does not find rank 0's lock, with the text `owner`, in `run_dir`: its
+    part of each checkpoint would be on another disk. Collective.
+    """
+    try:
+        found = (run_dir / LOCK).read_bytes()
+    except OSError:
+        found = b""
+    hosts = world.all_gather_object("" if found == owner.encode() else socket.gethostname())
+    if apart := sorted({host for host in hosts if host}):
+        allowed = f"is not on a disk that all hosts share: rank 0's file `{LOCK}` is not there on {shortened(apart)}"
+        raise ConfigError.of(field, value, allowed)
 
 
 def _take_back(run_dir: Path) -> Callable[[], None]:

@@ -82,7 +82,7 @@ class EvalResult:
     mean_length: float
     p95_length: float
     truncated: float
-    failures: int = 0  # a default for evaluations in checkpoints of before
+    failures: int
     env: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:

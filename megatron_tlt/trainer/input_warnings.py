@@ -33,7 +33,12 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     """
     found = _of_model(config)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
-    own += [learning_rate_warning(config, shape_of(config.model)), warmup_warning(config), schedule_warning(config)]
+    own += [
+        _unread_modules(config.actor),
+        learning_rate_warning(config, shape_of(config.model)),
+        warmup_warning(config),
+        schedule_warning(config),
+    ]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 
@@ -54,6 +59,14 @@ def _slow_update(actor: ActorSection, device: Device | None) -> str | None:
     if actor.dtype != "bf16" or device != "cpu" or has_bf16_products():
         return None
     return "actor.dtype = bf16: this processor has no products of bf16, its updates take some 5 times those of fp32"
+
+
+def _unread_modules(actor: ActorSection) -> str | None:
+    """Of modules to compute again where nothing is. A recipe may set them, so this is no problem."""
+    if actor.recompute != "none" or actor.recompute_modules == ActorSection().recompute_modules:
+        return None
+    listed = ", ".join(actor.recompute_modules)
+    return f"actor.recompute_modules = [{listed}] has no effect with actor.recompute = none; selective reads it"
 
 
 def _of_rl(config: Config) -> list[str]:

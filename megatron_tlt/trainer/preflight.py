@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
+from megatron_tlt.actor.checkpoint_files import record_of
 from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
@@ -28,6 +30,7 @@ from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import first_row, open_source, source_problems
 from megatron_tlt.data.sources import errors_at
 from megatron_tlt.distributed.processors import mixed_processors, processor
+from megatron_tlt.distributed.together import together
 from megatron_tlt.envs.build import environment_problems
 from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.errors import (
@@ -41,7 +44,7 @@ from megatron_tlt.errors import (
 )
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import model_problems
-from megatron_tlt.models.hf.peft import peft_problems
+from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS, peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.base import correct_line
 from megatron_tlt.rewards.build import function_problems
@@ -138,15 +141,51 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems = [*found_before, *missing_files(config, device)]
     problems += _problems(config, world.size, device)
-    problems += check_hosts(config, world.all_gather_object(socket.gethostname()))
+    hosts = world.all_gather_object(socket.gethostname())
+    problems += check_hosts(config, hosts)
     # One rank looks into many files, which a run that goes on may be removing.
     problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
-    if problems:
+    if problems or (problems := _problems_of_copies(config, world, hosts)):
         raise ConfigError(problems)
     mixed = mixed_processors(world.all_gather_object(processor(world.device)))
     if world.is_main:
         for text in [*input_warnings(config, device), *([] if mixed is None else [mixed])]:
             _log.warning(text)
+
+
+def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[str]) -> list[ConfigProblem]:
+    """Weights of which hosts have different copies: each rank loads its host's, and replicas would train apart.
+
+    `hosts`: of all ranks, of which the first of each host reads. Collective.
+    """
+    if len(set(hosts)) == 1:
+        return []
+    reads = hosts.index(hosts[world.rank]) == world.rank
+    with together(world, "read the weights"):
+        found = _fingerprints(config) if reads else {}
+    copies = [(host, copy) for host, copy in zip(hosts, world.all_gather_object(found), strict=True) if copy]
+    first, own = copies[0]
+    problems = []
+    for field, weights in own.items():
+        if other := next((host for host, copy in copies if copy.get(field) != weights), None):
+            allowed = f"hosts {first} and {other} hold different weights: copy one's to all hosts, or share a disk"
+            problems.append(ConfigProblem(field, weights[0], allowed))
+    return problems
+
+
+def _fingerprints(config: TrainingConfig) -> dict[str, tuple[str, str]]:
+    """Path and fingerprint of the weights that each rank loads, by field: of some layers' rows, of adapters whole."""
+    model, lora = config.model, config.actor.lora
+    teacher = None if config.rl is None else config.rl.algorithm.teacher
+    field = "model.path" if model.megatron_path is None else "model.megatron_path"
+    shape = ModelConfig.from_hf(model.path)
+    found = {field: (model.megatron_path or model.path, base_fingerprint(model, shape))}
+    if teacher is not None:
+        section = model.model_copy(update={"path": teacher, "megatron_path": None})
+        found["algorithm.teacher"] = teacher, base_fingerprint(section, ModelConfig.from_hf(teacher))
+    if lora is not None and (path := lora.adapter_path) is not None:
+        found["actor.lora.adapter_path"] = path, record_of(Path(path) / ADAPTER_WEIGHTS).sha256
+    return found
 
 
 def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> list[ConfigProblem]:

@@ -53,8 +53,8 @@ class Recovery:
         """
         if loaded is not None:
             self.prompts.load_state_dict(loaded["prompts"])
-            self.carried.load(loaded["carried"], loaded.get("carried_from"))
-            self.backend.load_state_dict(loaded.get("engine", {}))
+            self.carried.load(loaded["carried"], loaded["carried_from"])
+            self.backend.load_state_dict(loaded["engine"])
             self.drafter.load_state_dict(loaded["drafter"])
             self.state.step = loaded["step"]
             self.state.evaluations = [EvalResult(**e) for e in loaded["evaluations"]]

@@ -177,8 +177,9 @@ class SftTrainer(Job):
 
     def finish(self) -> None:
         """Writes `sft.out` and removes the checkpoints."""
+        if self.config.checkpoint.every:
+            self._keep()  # once more where the last save failed: what follows may fail, too
         self.world.enter("save", self.done)
-        self.checkpoints.wait()
         self._write()
         if self.world.is_main:
             # Renamed first: what a kill leaves half removed must not look like checkpoints.

@@ -83,7 +83,7 @@ def test_a_disk_that_fills_up_during_a_checkpoint(whole, train, tmp_path):
     with small_disk(tmp_path / "run", int(2.6 * one)) as resize:
         code, output = train(NOW, check=False)
         assert code == 1, output
-        assert "CheckpointError: cannot write" in output and "No space left on device" in output
+        assert "SaveError: cannot write" in output and "No space left on device" in output
         assert "Traceback" not in output
         names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
         assert names == ["latest", "step-000001", "step-000002"]  # the space of the third is given back
@@ -100,7 +100,7 @@ def test_a_disk_that_takes_nothing_from_before_a_checkpoint(whole, train, tmp_pa
     one = size_kib(whole / "run/checkpoints/step-000001")
     with small_disk(tmp_path / "run/checkpoints", 16 * one) as resize:
         said = faulty(f'{{"{fault}": 3}}', whole / "tiny.yaml", tmp_path / "run", NOW)
-        assert "CheckpointError: cannot write" in said and reason in said
+        assert "SaveError: cannot write" in said and reason in said
         assert not list((tmp_path / "run/checkpoints").glob("*.tmp"))
         resize(16 * one)
         assert "resumed after step 2" in train()[1]
@@ -111,7 +111,7 @@ def test_a_shard_that_cannot_be_written_to_its_end(whole, train, tmp_path):
     arguments = ('{"most_bytes": 65536}', "train", whole / "tiny.yaml", f"train.run_dir={tmp_path / 'run'}")
     code, output = run_one(FAULTS, *arguments, check=False)
     assert code == 1, output
-    assert "CheckpointError: cannot write" in output and "File too large" in output
+    assert "SaveError: cannot write" in output and "File too large" in output
     assert not (tmp_path / "run/checkpoints/latest").exists()
     train()
     assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
@@ -136,7 +136,7 @@ def test_a_full_disk_under_the_log_hides_no_end(whole, tmp_path, most_bytes, cod
     status = read_status(tmp_path / "run")
     assert status.condition == condition
     if code:
-        assert "CheckpointError: cannot write" in status.end.text
+        assert "SaveError: cannot write" in status.end.text
     else:
         assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 

@@ -52,6 +52,12 @@ def test_adapters_equal_merged_weights_in_transformers(kind: str) -> None:
     assert found["only_factors"] and found["state"] == found["factors"]
 
 
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_every_parameter_is_on_the_present_device(with_adapters: bool) -> None:
+    """Frozen routers, too, which no gradient buffer moves."""
+    assert case("devices", with_adapters=with_adapters)["elsewhere"] == []
+
+
 def test_packing_changes_nothing() -> None:
     found = case("packing")
     assert found["micro_batches"]["one"] == 18
@@ -103,10 +109,6 @@ def test_non_finite_gradients_are_refused() -> None:
     assert found["untouched"]
     assert found["version"] == 0
     assert found["skipped_steps"] == 1
-
-
-def test_attention_builds_no_plan_for_each_length() -> None:
-    assert not case("guards")["cudnn"], "cuDNN is PyTorch's default on GPUs"
 
 
 def test_gradients_are_clipped() -> None:

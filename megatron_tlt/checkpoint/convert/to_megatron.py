@@ -182,13 +182,14 @@ def _write_small_files(todo: MegatronConversion, scratch: Path, shards: dict[str
     }
     with naming(inner / COMMON), (inner / COMMON).open("wb") as stream:
         _torch_save(common, stream)
+    training = {"dtype": dtype_name(todo.dtype), "optimizer": "none", "distributed_optimizer": "off"}
     manifest = Manifest(
         step=0,
         policy_version=0,
         optimizer_steps=0,
         layout={"tp": 1, "pp": 1, "cp": 1, "dp": 1},
         model=model_record(source.config),
-        training={"dtype": dtype_name(todo.dtype), "optimizer": "none", "distributed_optimizer": "off"},
+        training=training | {"lora": "off", "base": ""},
         extra={"converted_from": str(source.directory.resolve())},
         files=shards | {file.name: record_of(file) for file in inner.iterdir() if file.name not in shards},
     )

@@ -100,6 +100,9 @@ def check_experts(config: TrainingConfig, shape: ArchitectureConfig | None) -> P
         for name in (name for name, is_set in wanted.items() if is_set):
             yield ConfigProblem(f"actor.{name}", getattr(actor, name), "needs a mixture of experts, this is dense")
         return
+    losses = {name: getattr(actor, name) for name in ("load_balancing_loss", "router_z_loss")}
+    for name in (name for name, weight in losses.items() if weight and actor.lora is not None):
+        yield ConfigProblem(f"actor.{name}", losses[name], "must be 0 with actor.lora: routers are not trained")
     if shape.num_experts % actor.ep:
         yield ConfigProblem("actor.ep", actor.ep, f"must divide the model's {shape.num_experts} experts")
     if actor.tp > 1 and not actor.sequence_parallel:

@@ -83,7 +83,7 @@ def moe_fields(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
         "num_experts_per_tok": hf["num_experts_per_tok"],
         "moe_intermediate_size": hf["intermediate_size" if is_mixtral else "moe_intermediate_size"],
         "shared_expert_intermediate_size": hf["shared_expert_intermediate_size"] if family == "qwen2_moe" else 0,
-        "norm_topk_prob": is_mixtral or bool(hf.get("norm_topk_prob", False)),
+        "norm_topk_prob": _renormalises(hf, family),
         "moe_layers": tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
     }
 
@@ -122,6 +122,9 @@ def moe_problems(hf: Mapping[str, Any], family: str) -> Iterator[ConfigProblem]:
     experts, chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
     if not wrong & {"num_experts", "num_experts_per_tok"} and chosen > experts:
         yield ConfigProblem("num_experts_per_tok", chosen, f"must be at most num_experts ({experts})")
+    if chosen == 1 and _renormalises(hf, family):
+        allowed = "must be at least 2 where gates are renormalised (norm_topk_prob): a single one is 1 for any router"
+        yield ConfigProblem("num_experts_per_tok", chosen, allowed)
     yield from _layer_problems(hf)
 
 
@@ -131,6 +134,11 @@ def _layer_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         yield ConfigProblem("decoder_sparse_step", step, "must be a positive integer")
     if not isinstance(dense, (list, tuple)) or any(type(i) is not int for i in dense):
         yield ConfigProblem("mlp_only_layers", dense, "must be a list of layer numbers")
+
+
+def _renormalises(hf: Mapping[str, Any], family: str) -> bool:
+    """Whether the gates of the chosen experts are divided by their sum."""
+    return family == "mixtral" or bool(hf.get("norm_topk_prob", False))
 
 
 def _num_experts(hf: Mapping[str, Any]) -> Any:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from megatron_tlt.actor import build, elementwise, experts, lora
+from megatron_tlt.actor.groups import ActorGroups
+from megatron_tlt.config.actor import ActorSection
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
+from megatron_tlt.models.hf.config import ModelConfig
 from tests.mpi.workers.actor_common import (
     KINDS,
     LORA,
@@ -122,6 +129,22 @@ def routed(world: World, root: Path) -> None:
     )
 
 
+def devices(world: World, root: Path) -> None:
+    """Parameters that are not on the present device, where that is another one than the host's: PyTorch's meta."""
+    meta = torch.device("meta")
+    with ExitStack() as replaced:
+        for module in (build, elementwise, experts, lora):
+            replaced.enter_context(mock.patch.object(module, "current_device", return_value=meta))
+        replaced.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=meta))
+        replaced.enter_context(mock.patch.object(build, "HAS_CUDA", True))
+        config, groups = ModelConfig.from_hf(root / "qwen2_moe"), ActorGroups.create(world, Dims(1, 1, 1, 1))
+        for adapters in (None, LORA):
+            actor = ActorSection(layer_spec="local", lora=adapters)
+            parameters = build.PolicyModel(config, actor, groups, 512).module.named_parameters()
+            elsewhere = [name for name, parameter in parameters if parameter.device != meta]
+            say(world, case="devices", with_adapters=adapters is not None, elsewhere=elsewhere)
+
+
 def packing(world: World, root: Path) -> None:
     """One sequence per micro-batch, a few, all in one: same gradients. Recompute: the same bits."""
     made: dict[str, Any] = {}
@@ -169,7 +192,6 @@ def guards(world: World, root: Path) -> None:
     say(
         world,
         case="guards",
-        cudnn=torch.backends.cuda.cudnn_sdp_enabled(),
         skipped=out.skipped,
         version=out.policy_version,
         skipped_steps=out.metrics["skipped_steps"],
@@ -245,6 +267,7 @@ def main() -> None:
         outcome = {name: run_scenario(scenario_policy(world, root / kind, name)) for name in names}
         torch.save(outcome, root / f"{kind}.tp1.pt")
     routed(world, root)
+    devices(world, root)
     packing(world, root)
     guards(world, root)
     nothing_trained(world, root)

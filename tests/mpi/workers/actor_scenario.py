@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
+from megatron_tlt.actor import weights
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.actor.weights import named_tensors
 from megatron_tlt.algorithms.base import Algorithm
@@ -107,10 +110,16 @@ def named_gradients(policy: MegatronPolicy) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_factors(policy: MegatronPolicy, read: Any) -> Iterator[tuple[str, Tensor]]:
-    """`read(parameter)` of every adapter's factors, whole; none without adapters."""
+    """`read(parameter)` of every adapter's factors, whole, as `named_tensors` does of a model's; none without adapters.
+
+    To be read to its end at once.
+    """
     adapters = policy.model.adapters
     if adapters:
-        yield from named_tensors(policy.model.module, policy.config, policy.groups, read, adapters)
+        shapes = {slot.hf_names[0]: shape for slot, shape in adapters.items()}
+        config: Any = SimpleNamespace(parameter_shapes=lambda: shapes)
+        with mock.patch.object(weights, "slots", return_value=list(adapters)):
+            yield from named_tensors(policy.model.module, config, policy.groups, read)
 
 
 def copy_of(named: Any) -> dict[str, Tensor]:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.resilience import run_lock
 from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
+
+
+def rank_of(is_main: bool, owner: str = "", others: tuple[str, ...] = (), **more: Any) -> Any:
+    """One rank's world; `owner`: the text of rank 0's lock, `others`: hosts of other ranks that do not find it."""
+    return SimpleNamespace(
+        is_main=is_main, barrier=lambda: None, broadcast_object=lambda mine: mine if is_main else ("", owner),
+        all_gather_object=lambda mine: [mine, *others], **{"at_refusal": lambda undo: None, **more},
+    )  # fmt: skip
 
 
 def test_a_file_system_without_flock_costs_a_warning(
@@ -32,7 +42,7 @@ def test_a_file_system_without_flock_costs_a_warning(
 def test_a_refused_start_takes_back_what_it_made(tmp_path):
     """All of a new directory; of an older one what it did not have, and never anything but a start's own files."""
     undo: list = []
-    world = SimpleNamespace(is_main=True, barrier=lambda: None, broadcast_object=lambda v: v, at_refusal=undo.append)
+    world = rank_of(True, at_refusal=undo.append)
     new, old = tmp_path / "a/b/unfinished", tmp_path / "run"
     (old / "status").mkdir(parents=True)
     for place in (new, old):
@@ -48,6 +58,20 @@ def test_a_refused_start_takes_back_what_it_made(tmp_path):
 
 def test_only_rank_0_looks_for_what_is_not_there_yet(tmp_path, monkeypatch):
     """A network file system remembers what it did not find, for the other ranks of that host, too."""
-    world = SimpleNamespace(is_main=False, barrier=lambda: None, broadcast_object=lambda v: None)
+    (tmp_path / "run").mkdir()
+    owner = (lock := RunLock(tmp_path / "run")).acquire()
     monkeypatch.setattr(run_lock, "_take_back", lambda run_dir: pytest.fail("looks"))
-    assert lock_run_dir("train.run_dir", "", tmp_path / "run", world) is None
+    assert lock_run_dir("train.run_dir", "", tmp_path / "run", rank_of(False, owner)) is None
+    lock.release()
+
+
+@pytest.mark.parametrize("stale", [None, "process 7 on another-host"])
+def test_hosts_with_a_run_directory_each_are_refused(tmp_path, stale):
+    """A disk of each host's own, new or of an earlier run there. The host with rank 0 refuses, too."""
+    if stale is not None:
+        (tmp_path / "lock").write_text(stale)
+    words = r"train\.run_dir = 'run': is not on a disk that all hosts share: rank 0's file `lock` is not there on "
+    with pytest.raises(ConfigError, match=words + socket.gethostname()):
+        lock_run_dir("train.run_dir", "run", tmp_path, rank_of(False, "process 7 on the-first-host"))
+    with pytest.raises(ConfigError, match=words + "b, c"):
+        lock_run_dir("train.run_dir", "run", tmp_path / "own", rank_of(True, others=("c", "b", "c")))

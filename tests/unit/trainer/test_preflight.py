@@ -1,6 +1,7 @@
 """Problems of inputs are found together with those of the layout."""
 
 import shutil
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
+from megatron_tlt.trainer import preflight
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import (
     _problems_of_large_files,
@@ -90,6 +92,51 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
         check_on(make(rollout={"tp": 2}, actor={"tp": actor_tp}), world)  # type: ignore[arg-type]
     found = [p.path for p in refused.value.problems if "inside a node" in str(p)]
     assert tuple(found) == split
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("model.path", "model.layers.1.mlp.down_proj.weight"),
+        ("algorithm.teacher", "model.embed_tokens.weight"),
+        ("actor.lora.adapter_path", None),
+        (None, None),
+    ],
+)
+def test_hosts_with_different_weights_at_one_path_are_refused(tmp_path, monkeypatch, field, changed):
+    """Each rank loads its own host's; `elsewhere` is what the second host has at `field`."""
+    names = {"model.path": "model", "algorithm.teacher": "teacher", "actor.lora.adapter_path": "adapter"}
+    for host in ("here", "elsewhere"):
+        for name in ("model", "teacher"):
+            is_other = host == "elsewhere" and name == names.get(field)
+            weights = ((n, w + 0.1 * (is_other and n == changed)) for n, w in random_weights(EAGLE))
+            save_hf(tmp_path / host / name, EAGLE, weights)
+        (tmp_path / host / "adapter").mkdir()
+        text = b"other factors" if host == "elsewhere" and field == "actor.lora.adapter_path" else b"factors"
+        (tmp_path / host / "adapter/adapter_model.safetensors").write_bytes(text)
+    monkeypatch.setattr(preflight, "_problems", lambda *_: [])
+    monkeypatch.setattr(preflight, "_problems_of_large_files", lambda *_: [])
+    given = ["algorithm.name=distill", *(f"{at}={name}" for at, name in names.items())]
+    config = build_config({"data": {"train": {"tasks": [{"name": "chain_sum"}]}}}, given, Config)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    there = preflight._fingerprints(config)
+    monkeypatch.chdir(tmp_path / "here")
+
+    def gathered(mine):
+        if mine == socket.gethostname():
+            return ["a", "a", "b"]
+        return [mine, {}, there] if isinstance(mine, dict) else [mine] * 3
+
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=3, rank=0, is_main=False, wait_for_all=lambda: None,
+        all_gather_object=gathered, broadcast_object=lambda value: value,
+    )  # fmt: skip
+    if field is None:
+        check_on(config, world)
+        return
+    words = f"{field} = '{names[field]}': hosts a and b hold different weights"
+    with pytest.raises(ConfigError, match=f"^{words}.*$"):
+        check_on(config, world)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +278,13 @@ def test_a_warm_up_beyond_the_last_step_is_a_warning(warmup, says):
     for config in (tuned, make(optimizer=optimizer, train={"num_steps": 4})):
         found = [text for text in input_warnings(config, "cpu") if "warmup" in text]
         assert [text[: len(says[0])] for text in found] == says
+
+
+def test_modules_to_recompute_that_nothing_reads_are_a_warning():
+    for recompute, modules, is_named in (("none", ["mlp"], True), ("selective", ["mlp"], False), ("none", None, False)):
+        actor = {"recompute": recompute, **({} if modules is None else {"recompute_modules": modules})}
+        found = [text for text in input_warnings(make(actor=actor), "cpu") if "recompute" in text]
+        assert len(found) == is_named and all("[mlp] has no effect with actor.recompute = none" in t for t in found)
 
 
 def test_an_environment_is_played_before_a_run():

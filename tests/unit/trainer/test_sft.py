@@ -190,3 +190,16 @@ def test_a_training_is_shown_in_some_lines_and_each_step_has_a_row(tmp_path, cap
     rows = [json.loads(line) for line in (tmp_path / LOSSES_FILE).read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert [row["step"] for row in rows if "held-out" in row] == [50, 60]
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_the_last_step_is_saved_before_the_result_also_where_its_save_has_failed(every):
+    written: list = []
+    trainer = object.__new__(SftTrainer)
+    trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(every=every))
+    trainer.world = SimpleNamespace(is_main=False, enter=lambda *_: None)
+    trainer.policy, trainer.done = SimpleNamespace(has_stepped=True), 4
+    trainer.checkpoints = SimpleNamespace(save_now=lambda step, _: written.append(step))
+    trainer._write = lambda: written.append("result")
+    trainer.finish()
+    assert written == ([4, "result"] if every else ["result"])

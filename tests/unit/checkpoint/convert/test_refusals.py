@@ -169,6 +169,12 @@ def test_metadata_runs_no_code(mg):
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5, not 1.0"),
         ({"rotary_interleaved": True}, "rotary_interleaved is True, not False"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True, not False"),
+        ({"moe_router_group_topk": 2, "moe_router_num_groups": 4}, "moe_router_group_topk is 2, not None"),
+        ({"moe_router_num_groups": 4}, None),  # it has no effect alone
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "moe_router_load_balancing_type is 'sinkhorn'"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True, not False"),
+        ({"qk_l2_norm": True}, "qk_l2_norm is True, not False"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0, not 0.0"),
         ({"add_bias_linear": True}, "add_bias_linear is True, not False"),
         ({"num_query_groups": 1, "group_query_attention": False}, "num_query_groups is 6, not 2"),
         ({"vocab_size": 130, "padded_vocab_size": 256}, None),

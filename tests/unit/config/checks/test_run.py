@@ -180,6 +180,8 @@ def test_every_check_fires(overrides, path):
         (6, ["actor.ep=3"], "actor.ep"),  # of 4 ranks
         (6, ["actor.ep=4"], "actor.ep"),
         (8, ["actor.tp=2"], "actor.sequence_parallel"),
+        (8, ["actor.lora.rank=8", "actor.router_z_loss=0.01"], "actor.router_z_loss"),
+        (8, ["actor.lora.rank=8", "actor.load_balancing_loss=0.01"], "actor.load_balancing_loss"),
         (8, ["rollout.backend=trtllm"], "rollout.backend"),
     ],
 )
@@ -187,7 +189,8 @@ def test_checks_of_experts(experts: int, overrides: list[str], path: str) -> Non
     shape = SHAPE.model_copy(update=EXPERTS | {"num_experts": experts} if experts else {})
     config = build_config(BASE, overrides)
     assert path in {p.path for p in check_config(config, shape, 4)}
-    fine = build_config(BASE, ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true"] if experts else [])
+    good = ["actor.ep=2", "actor.tp=2", "actor.sequence_parallel=true", "actor.router_z_loss=0.01"]
+    fine = build_config(BASE, good if experts else [])
     assert path not in {p.path for p in check_config(fine, shape, 4)}
 
 

@@ -87,6 +87,11 @@ def test_families_differ_where_they_should() -> None:
         ({"num_experts": 8}, "num_experts", "only in qwen2_moe"),
         ({**QWEN3_MOE, "num_experts": None}, "num_experts", "positive integer"),
         ({**QWEN3_MOE, "num_experts_per_tok": 9}, "num_experts_per_tok", "at most num_experts (8)"),
+        (
+            {**QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": True},
+            "num_experts_per_tok",
+            "at least 2 where gates are renormalised",
+        ),
         ({**QWEN3_MOE, "moe_intermediate_size": 0}, "moe_intermediate_size", "positive integer"),
         ({**QWEN3_MOE, "mlp_only_layers": ["0"]}, "mlp_only_layers", "layer numbers"),
         ({**QWEN3_MOE, "attention_bias": True}, "attention_bias", "false for qwen3_moe"),

@@ -1,0 +1,63 @@
+"""When a run's checkpoints are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.config.run import CheckpointSection
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.errors import SaveError, SharedError
+
+
+class Save:
+    """A `SaveHandle` that is done at once, or fails whenever it is looked at."""
+
+    def __init__(self, directory: Path, fails: bool):
+        self.directory, self._fails = directory, fails
+
+    def poll(self) -> bool:
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        if self._fails:
+            raise SaveError(f"cannot write {self.directory}")
+
+
+def manager(folder: Path, failing: set[int]) -> tuple[CheckpointManager, list[str]]:
+    """With a save due every two steps; and the directories of the saves that were begun, of which the numbers in
+    `failing` fail.
+    """
+    begun: list[str] = []
+
+    def start_save(target: Path, *_: Any) -> Save:
+        begun.append(target.name)
+        return Save(target, len(begun) - 1 in failing)
+
+    policy: Any = SimpleNamespace(start_save=start_save)
+    return CheckpointManager(CheckpointSection(every=2), folder, 9, policy, SingleProcess()), begun  # type: ignore[arg-type]
+
+
+def test_a_signal_behind_a_save_that_fails_saves_the_last_finished_step(tmp_path, caplog):
+    checkpoints, begun = manager(tmp_path, {0})
+    checkpoints.maybe_save(2, dict, good=True)
+    checkpoints.save_now(3, dict)
+    assert begun == ["step-000002", "step-000003"] and checkpoints.newest == 3
+    assert "step-000002; step 3 is saved in its place" in caplog.text
+
+
+def test_a_save_that_fails_is_an_error_of_every_rank_once_and_the_next_save_is_tried(tmp_path):
+    checkpoints, begun = manager(tmp_path, {0, 1})
+    checkpoints.maybe_save(2, dict, good=True)
+    with pytest.raises(SharedError):
+        checkpoints.maybe_save(3, dict, good=True)
+    with pytest.raises(SaveError, match="step-000003"):
+        checkpoints.save_now(3, dict)
+    checkpoints.wait()
+    checkpoints.save_now(3, dict)
+    assert begun == ["step-000002", "step-000003", "step-000003"] and checkpoints.newest == 3
