@@ -19,7 +19,7 @@ from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.types import GenerateCall, SamplingParams
 
@@ -209,7 +209,10 @@ def _checked_tokenizer(
         raise ConfigError(problems)
     model = ModelConfig.from_hf(args.model)
     day = world.broadcast_object(args.chat_template_date or date.today())  # one on all ranks
-    tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
+    try:
+        tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
+    except CheckpointError as error:
+        raise ConfigError.of("--model", str(args.model), str(error)) from error
     if problems := embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat):
         raise ConfigError(problems)
     if world.is_main:
