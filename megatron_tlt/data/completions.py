@@ -18,7 +18,15 @@ from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
-from megatron_tlt.data.fields import check_text, checked_messages, checked_prompt, field_of, without_absent
+from megatron_tlt.data.fields import (
+    TOOLS,
+    check_text,
+    checked_messages,
+    checked_prompt,
+    checked_tools,
+    field_of,
+    without_absent,
+)
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
 from megatron_tlt.data.sources import errors_at, read_dataset
@@ -29,7 +37,7 @@ from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.types import Span
 
 EncodedRecord: TypeAlias = tuple[list[int], list[int], tuple[Span, ...]]  # prompt, response, spans that are given
-MESSAGES, _TOOLS = "messages", "tools"
+MESSAGES = "messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
         missing = sft.prompt_field if prompt is None else sft.completion_field
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}")
     check_text(completion, sft.completion_field, where)
-    tools = _tools(record.get(_TOOLS), where)
+    tools = checked_tools(record.get(TOOLS), where)
     return Completion(checked_prompt(prompt, sft.prompt_field, where), (completion,), tools)
 
 
@@ -108,7 +116,7 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
         allowed = f"after the last user's the assistant and tools must take turns, found {found}"
         raise DataError(f"{where}: field {MESSAGES!r}: {allowed}")
     texts = tuple("\n".join(texts) for _, texts in turns)
-    return Completion(messages[:begin], texts, _tools(record.get(_TOOLS), where))
+    return Completion(messages[:begin], texts, checked_tools(record.get(TOOLS), where))
 
 
 def _check_learned(messages: Messages, begin: int, where: str) -> None:
@@ -118,22 +126,6 @@ def _check_learned(messages: Messages, begin: int, where: str) -> None:
             if messages[index].get(name):
                 allowed = "in a turn to learn they must be in content, as the model writes them"
                 raise DataError(f"{where}: field {MESSAGES!r}: message {index} has {name}: {allowed}")
-
-
-def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """The column `tools`. Raises DataError."""
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(map(_is_tool, value)):
-        form = '{"type": "function", "function": {"name": .., ..}}'
-        raise DataError(f"{where}: field {_TOOLS!r} must be a list of {form}")
-    check_text(value, _TOOLS, where)
-    return tuple(value)
-
-
-def _is_tool(value: Any) -> bool:
-    function = value.get("function") if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 class RecordTokens:

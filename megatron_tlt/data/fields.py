@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -16,6 +18,7 @@ from megatron_tlt.data.json_files import JsonNumber
 from megatron_tlt.errors import DataError, did_you_mean
 from megatron_tlt.types import Answer
 
+TOOLS = "tools"  # the column of schemas
 _LARGEST_EXPONENT = 400  # beyond it a number keeps its exponent; that of a double is less
 
 
@@ -70,6 +73,27 @@ def checked_messages(value: Any, field: str, where: str) -> Messages:
         raise DataError(f"{where}: field {field!r}: {error}") from error
     check_text(messages, field, where)
     return messages
+
+
+def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """The JSON schemas in the column `tools`, which may be JSON text, as data sets keep them; none for null. Raises
+    DataError.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(map(_is_tool, value)):
+        form = '{"type": "function", "function": {"name": .., ..}}'
+        raise DataError(f"{where}: field {TOOLS!r} must be a list of {form}")
+    check_text(value, TOOLS, where)
+    return tuple(value)
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def check_text(value: Any, field: str, where: str) -> None:
