@@ -131,7 +131,6 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.models.hf.config import ModelConfig
-    from megatron_tlt.trainer.chat_checks import plain_prompt_warning
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
 
@@ -152,8 +151,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 prompts = file_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
             except DataError as error:
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
-        if world.is_main and not args.chat and (plain := plain_prompt_warning(args.model, prompts)) is not None:
-            _log.warning(plain)
+        if world.is_main and (warning := _prompt_warning(args, prompts, tokenizer)) is not None:
+            _log.warning(warning)
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,
@@ -172,6 +171,17 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     if world.is_main:
         written = f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         print(f"wrote {args.out}: {written}", flush=True)
+
+
+def _prompt_warning(args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: HFTokenizer) -> str | None:
+    """Of plain texts without the chat template, and of rendered ones in it."""
+    from megatron_tlt.data.rendered_prompts import rendered_warning
+    from megatron_tlt.trainer.chat_checks import plain_prompt_warning
+
+    if not args.chat:
+        return plain_prompt_warning(args.model, prompts)
+    texts = [(prompt.dataset_id, prompt.text) for prompt in prompts]
+    return rendered_warning(texts, tokenizer, f"--prompts {args.prompts}", "without --chat texts stay as they are")
 
 
 def _with_drafter_here(engine: RolloutSection, world: World) -> RolloutSection:

@@ -42,6 +42,11 @@ def text_of(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
+def all_texts(prompt: str | Messages) -> str:
+    """The texts of all messages, joined by line breaks."""
+    return prompt if isinstance(prompt, str) else "\n".join(text_of(message["content"]) for message in prompt)
+
+
 def as_prompt(messages: Messages) -> Messages:
     """The messages to respond to: without the response that a row for fine-tuning ends with."""
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages

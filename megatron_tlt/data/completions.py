@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,8 +49,10 @@ class Completion:
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, for the chat template
 
 
-def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Completion], list[int]]:
-    """Every record of a JSONL file or a data set's split, and the records' numbers.
+def read_completions(
+    sft: SftSection, path: Path, split: str, most: int | None = None
+) -> tuple[list[Completion], list[int]]:
+    """Every record (`most`: the first ones) of a JSONL file or a data set's split, and the records' numbers.
 
     Raises DataError naming file and record, also where there is no record.
     """
@@ -66,7 +68,8 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
         places = [f"{path}:{number}" for number in numbers]
     if not numbers:
         raise DataError(f"{path}: no records")
-    return [_completion(sft, record, place) for record, place in zip(records, places, strict=True)], numbers
+    placed = islice(zip(records, places, strict=True), most)
+    return [_completion(sft, record, place) for record, place in placed], numbers[:most]
 
 
 def encoded_records(

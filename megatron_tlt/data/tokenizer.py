@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +88,15 @@ class HFTokenizer:
         """Texts that `encode` reads as one token with a meaning of its own, longest first."""
         added = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]  # Llama 3 names few others
         return tuple(sorted({*self._tokenizer.all_special_tokens, *added}, key=lambda text: (-len(text), text)))
+
+    def special_token_in(self, text: str) -> str | None:
+        """The first special token in a text; None without one."""
+        found = self._special_pattern.search(text)
+        return None if found is None else found[0]
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")  # which is nowhere
 
     @property
     def special_ids(self) -> frozenset[int]:

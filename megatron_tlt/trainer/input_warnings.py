@@ -14,6 +14,7 @@ from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_r
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
+from megatron_tlt.data.rendered_prompts import rendered_prompt_warnings
 from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
@@ -36,6 +37,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     own.append(learning_rate_warning(config, shape_of(config.model)))
     own.append(schedule_warning(config))
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
+    found += rendered_prompt_warnings(config, tokenizer_here(config))
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 
 
