@@ -79,6 +79,11 @@ class HFTokenizer:
         """Whether `encode_chat` works."""
         return self._template is not None
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template reads `tools`. Raises CheckpointError for one that cannot be used."""
+        return self._template is not None and "tools" in self._template.variables()
+
     def special_id(self, text: str) -> int | None:
         """The id of a special token; None for any other text."""
         return self._tokenizer.convert_tokens_to_ids(text) if text in self.special_tokens else None

@@ -71,13 +71,23 @@ def _of_rl(config: Config) -> list[str]:
 
 
 def _of_rows(config: Config) -> list[str]:
-    """Files of a data set that belong to no split, and rows whose answers a reward function cannot use."""
+    """Files of a data set that belong to no split, rows whose answers a reward function cannot use, and tools of rows
+    that no prompt shows.
+    """
     found: list[str | None] = []
+    tokenizer = tokenizer_here(config) if config.data.chat_template else None
     for field, section in config.data.sources:
-        if section.is_here:
-            found.append(unread_warning(section, field))
-            source = open_source(section, field, seed=0)
-            found.append(answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None)
+        if not section.is_here:
+            continue
+        found.append(unread_warning(section, field))
+        if not isinstance(source := open_source(section, field, seed=0), FileSource):
+            continue
+        found.append(answer_warning(config.rewards, source.answers()))
+        if tokenizer is not None and any(tools for *_, tools in source.examples) and not tokenizer.shows_tools:
+            why = (
+                f"the chat template of {tokenizer.name} does not read 'tools', so prompts do not show those of its rows"
+            )
+            found.append(f"{field}.path = {section.path}: {why}")
     return [text for text in found if text is not None]
 
 
