@@ -30,17 +30,32 @@ def forget_quantisation(holder: Any) -> None:
             delattr(holder, name)
 
 
+def set_pre_tokenizer(tokenizer: Any, kind: str | None) -> None:
+    """Splits texts before the merges as SmolLM2's own tokenizer.json does: each digit alone, then GPT-2's words.
+
+    `kind`: `tokenizer.ggml.pre` of the file. Of "smollm" `transformers` makes GPT-2's words only. Mutates `tokenizer`.
+    """
+    from tokenizers import pre_tokenizers
+
+    if kind == "smollm":
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+
+
 def write_hf(gguf: Path, out: Path) -> None:
     """Writes model and tokenizer, dequantised to fp32, into `out`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.gguf import read_gguf_metadata
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     forget_quantisation(model)
     forget_quantisation(model.config)
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    set_pre_tokenizer(tokenizer, read_gguf_metadata(str(gguf))[0].get("tokenizer.ggml.pre"))
+    tokenizer.save_pretrained(out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
 from megatron_tlt.distributed.launch import cpu_threads
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.types import GenerateCall, SamplingParams
 
@@ -131,7 +131,6 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.models.hf.config import ModelConfig
-    from megatron_tlt.trainer.chat_checks import plain_prompt_warning
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
     from megatron_tlt.trainer.models import tensor_parallel
 
@@ -152,8 +151,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 prompts = file_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
             except DataError as error:
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
-        if world.is_main and not args.chat and (plain := plain_prompt_warning(tokenizer, prompts)) is not None:
-            _log.warning(plain)
+        if world.is_main and (warning := _prompt_warning(args, prompts, tokenizer)) is not None:
+            _log.warning(warning)
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
             args.model,
@@ -172,6 +171,17 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     if world.is_main:
         written = f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         print(f"wrote {args.out}: {written}", flush=True)
+
+
+def _prompt_warning(args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: HFTokenizer) -> str | None:
+    """Of plain texts without the chat template, and of rendered ones in it."""
+    from megatron_tlt.data.rendered_prompts import rendered_warning
+    from megatron_tlt.trainer.chat_checks import plain_prompt_warning
+
+    if not args.chat:
+        return plain_prompt_warning(tokenizer, prompts)
+    texts = [(prompt.dataset_id, prompt.text) for prompt in prompts]
+    return rendered_warning(texts, tokenizer, f"--prompts {args.prompts}", "without --chat texts stay as they are")
 
 
 def _with_drafter_here(engine: RolloutSection, world: World) -> RolloutSection:
@@ -204,7 +214,10 @@ def _checked_tokenizer(
         raise ConfigError(problems)
     model = ModelConfig.from_hf(args.model)
     day = world.broadcast_object(args.chat_template_date or date.today())  # one on all ranks
-    tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
+    try:
+        tokenizer = HFTokenizer(args.model, model.vocab_size, TemplateSettings(args.chat_template_kwargs, day))
+    except CheckpointError as error:
+        raise ConfigError.of("--model", str(args.model), str(error)) from error
     if problems := [
         *embedding_problems("--model", tokenizer, model.vocab_size, chat=args.chat),
         *generation_chat_problems(tokenizer, args.chat, args.chat_template_kwargs, args.stop),

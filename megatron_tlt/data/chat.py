@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,13 +14,18 @@ _ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipyth
 
 
 def as_messages(value: Any) -> Messages:
-    """The messages of a conversation, without fields that are null or no JSON. Raises ValueError for anything else."""
+    """The messages of a conversation, without fields that are null or no JSON; arguments of calls are objects.
+
+    Raises ValueError for anything else.
+    """
     messages = []
     for index, message in enumerate(value):
         if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
             raise ValueError(f"message {index} must have a role ({', '.join(_ROLES)})")
         content = _content(message, index)
         others = {str(k): v for k, v in message.items() if k not in ("role", "content") and _is_json(v)}
+        if isinstance(calls := others.get("tool_calls"), list):
+            others["tool_calls"] = [*map(_with_object, calls)]
         messages.append({"role": message["role"], "content": content, **others})
     if not any(message["role"] == "user" and text_of(message["content"]) for message in messages):
         raise ValueError("no message of a user")
@@ -34,6 +40,11 @@ def form_of(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], ...
 def text_of(content: Any) -> str:
     """The text of a message: its parts are joined by line breaks; null, beside calls of tools, is an empty one."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
+
+
+def all_texts(prompt: str | Messages) -> str:
+    """The texts of all messages, joined by line breaks."""
+    return prompt if isinstance(prompt, str) else "\n".join(text_of(message["content"]) for message in prompt)
 
 
 def as_prompt(messages: Messages) -> Messages:
@@ -68,6 +79,23 @@ def _content(message: Mapping[str, Any], index: int) -> str | list[dict[str, str
             raise ValueError(f"message {index} has a part of type {kind!r} in content: {allowed}")
         parts.append({"type": "text", "text": part["text"]})
     return parts
+
+
+def _with_object(call: Any) -> Any:
+    """A call of a tool with its arguments as an object, as vLLM gives it to templates.
+
+    OpenAI's form has them as JSON text, which `arguments | tojson` of a template would encode once more. Other texts
+    stay.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    text = function.get("arguments") if isinstance(function, Mapping) else None
+    if function is None or not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _is_json(value: Any) -> bool:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
 from megatron_tlt.data.fields import (
+    TOOLS,
     check_not_read,
     check_text,
     checked_messages,
     checked_prompt,
+    checked_tools,
     field_of,
     without_absent,
 )
@@ -36,7 +38,7 @@ from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.types import Span
 
 EncodedRecord: TypeAlias = tuple[list[int], list[int], tuple[Span, ...]]  # prompt, response, spans that are given
-MESSAGES, _TOOLS = "messages", "tools"
+MESSAGES = "messages"
 # Fields of a message by which other programs learn it or not, with the value that says yes. Of `mask` none is clear.
 _MARKS = {"weight": 1, "train": True, "training": True, "loss": True, "mask": None}
 
@@ -50,8 +52,10 @@ class Completion:
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, for the chat template
 
 
-def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Completion], list[int]]:
-    """Every record of a JSONL file or a data set's split, and the records' numbers.
+def read_completions(
+    sft: SftSection, path: Path, split: str, most: int | None = None
+) -> tuple[list[Completion], list[int]]:
+    """Every record (`most`: the first ones) of a JSONL file or a data set's split, and the records' numbers.
 
     Raises DataError naming file and record, also where there is no record.
     """
@@ -67,7 +71,8 @@ def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Comp
         places = [f"{path}:{number}" for number in numbers]
     if not numbers:
         raise DataError(f"{path}: no records")
-    return [_completion(sft, record, place) for record, place in zip(records, places, strict=True)], numbers
+    placed = islice(zip(records, places, strict=True), most)
+    return [_completion(sft, record, place) for record, place in placed], numbers[:most]
 
 
 def encoded_records(
@@ -103,7 +108,7 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
     check_text(completion, sft.completion_field, where)
     prompt = checked_prompt(value, sft.prompt_field, where, sft.completion_field)
     check_not_read(record, prompt, where)
-    return Completion(prompt, (completion,), _tools(record.get(_TOOLS), where))
+    return Completion(prompt, (completion,), checked_tools(record.get(TOOLS), where))
 
 
 def is_conversation(record: Mapping[str, Any], prompt_field: str, *responses: str) -> bool:
@@ -134,7 +139,7 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
         allowed = f"after the last user's the assistant and tools must take turns, found {found}"
         raise DataError(f"{where}: field {MESSAGES!r}: {allowed}")
     texts = tuple("\n".join(texts) for _, texts in turns)
-    return Completion(messages[:begin], texts, _tools(record.get(_TOOLS), where))
+    return Completion(messages[:begin], texts, checked_tools(record.get(TOOLS), where))
 
 
 def _check_learned(messages: Messages, begin: int, where: str) -> None:
@@ -152,22 +157,6 @@ def _check_learned(messages: Messages, begin: int, where: str) -> None:
                 raise DataError(f"{place} {name} {json.dumps(message[name])}: {allowed}")
         if not text_of(message["content"]).strip():
             raise DataError(f"{place} no text to learn")
-
-
-def _tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """The column `tools`. Raises DataError."""
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(map(_is_tool, value)):
-        form = '{"type": "function", "function": {"name": .., ..}}'
-        raise DataError(f"{where}: field {_TOOLS!r} must be a list of {form}")
-    check_text(value, _TOOLS, where)
-    return tuple(value)
-
-
-def _is_tool(value: Any) -> bool:
-    function = value.get("function") if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 class RecordTokens:

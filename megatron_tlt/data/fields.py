@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -20,6 +22,7 @@ _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 NOT_READ = (*_SYSTEM, *_MEDIA)
 """Columns that other programs put before a prompt's text, or into it."""
+TOOLS = "tools"  # the column of schemas
 _LARGEST_EXPONENT = 400  # beyond it a number keeps its exponent; that of a double is less
 
 
@@ -97,6 +100,27 @@ def check_not_read(record: Mapping[str, Any], prompt: str | Messages, where: str
         if isinstance(text, str) and text.strip() not in ("", begin.strip()):
             allowed = "does not reach the model: make it the first message of the prompt, or rename it"
             raise DataError(f"{where}: field {name!r} {allowed}")
+
+
+def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
+    """The JSON schemas in the column `tools`, which may be JSON text, as data sets keep them; none for null. Raises
+    DataError.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(map(_is_tool, value)):
+        form = '{"type": "function", "function": {"name": .., ..}}'
+        raise DataError(f"{where}: field {TOOLS!r} must be a list of {form}")
+    check_text(value, TOOLS, where)
+    return tuple(value)
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def check_text(value: Any, field: str, where: str) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from megatron_tlt.config.data import DataSection
-from megatron_tlt.data.prompts import encode_prompt, open_source
+from megatron_tlt.data.prompts import encode_row, open_source
 from megatron_tlt.data.sources import FileSource, Row, errors_at
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError
@@ -99,7 +99,7 @@ def _count(
     for row in _rows_to_encode(source, tokenizer.tokens_beyond):
         try:
             with errors_at(row.place):
-                lengths.append(len(encode_prompt(tokenizer, row.messages or row.prompt, chat, system, tools)))
+                lengths.append(len(encode_row(tokenizer, row, chat, system, tools)))
         except DataError as error:
             refused = refused or str(error)
     long = sum(length > most for length in lengths)

@@ -15,12 +15,12 @@ import numpy as np
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.data.chat import Messages, last_user_text
-from megatron_tlt.data.fields import check_text
+from megatron_tlt.data.fields import TOOLS, check_text
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, first_drawn, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, OpeningError, UndrawnRowError
+from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, OpeningError, UndrawnRowError, shortened
 from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
@@ -134,14 +134,15 @@ def source_problems(
 ) -> list[ConfigProblem]:
     """Why the source of section `field` cannot be read, with file and line; empty if it can.
 
-    `render` puts a prompt into the chat template: it gets one of each form, and the environment's `tools`.
+    `render` puts a prompt into the chat template: it gets one of each form, and its tools, else the environment's
+    `tools`.
     """
     try:
         source = open_source(config, field, seed=0)
         if render is not None and isinstance(source, FileSource):
-            for where, prompt in source.examples:
+            for where, prompt, own in source.examples:
                 with errors_at(where):
-                    render(prompt, tools)
+                    render(prompt, own or tools)
     except ConfigError as error:
         return error.problems
     except DataError as error:
@@ -338,13 +339,9 @@ class PromptStream:
 
     def _encode(self, row: Row) -> tuple[int, ...] | None:
         """The row's tokens; None where it is dropped. Raises DataError where a long one is an error."""
-        prompt, tools = row.messages or row.prompt, self._env.tools
         limit, where = self._max_prompt_tokens, row.place or row.dataset_id
         with errors_at(where):
-            if row.token_ids is not None:
-                tokens = self._tokenizer.checked([*row.token_ids])
-            else:
-                tokens = encode_prompt(self._tokenizer, prompt, self._chat, self._system, tools)
+            tokens = encode_row(self._tokenizer, row, self._chat, self._system, self._env.tools)
             if len(tokens) > limit and self._long_prompts == "error":
                 why = f"data.max_prompt_tokens allows {limit} with data.long_prompts = error"
                 raise DataError(f"the prompt has {len(tokens)} tokens, {why}")
@@ -364,6 +361,22 @@ class PromptStream:
             self._dropped = 0
 
 
+def encode_row(
+    tokenizer: HFTokenizer, row: Row, chat: bool, system: str | None, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
+    """Token ids of a row's prompt, as `encode_prompt` does, with the row's tools or else the environment's `tools`.
+
+    Raises DataError, also for a row with tools beside those of an environment.
+    """
+    if row.token_ids is not None:
+        return tokenizer.checked([*row.token_ids])
+    if row.tools and tools:
+        names = shortened([tool["function"]["name"] for tool in tools])
+        raise DataError(f"field {TOOLS!r}: the environment has tools of its own ({names}): leave the column out")
+    shown = row.tools or (tools if chat else ())  # `TurnTokens` refuses those of an environment without a template
+    return encode_prompt(tokenizer, row.messages or row.prompt, chat, system, shown)
+
+
 def encode_prompt(
     tokenizer: HFTokenizer,
     prompt: str | Messages,
@@ -374,13 +387,15 @@ def encode_prompt(
     """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`; else
     behind the tokens that the tokenizer puts before a text (BOS).
 
-    Raises DataError for several messages without the template, and for a token beyond the model's embedding.
+    Raises DataError for several messages or tools without the template, and for a token beyond the model's embedding.
     """
     if chat:
         return tokenizer.encode_chat(prompt, system, tools)
+    needed = "need data.chat_template and a tokenizer with a chat template (sft: sft.chat_template, generate: --chat)"
+    if tools:
+        raise DataError(f"field {TOOLS!r}: {len(tools)} tools {needed}")
     if not isinstance(prompt, str):
         if len(prompt) > 1:
-            needed = "need data.chat_template and a tokenizer with a chat template (generate: --chat)"
             raise DataError(f"{len(prompt)} chat messages {needed}")
         prompt = last_user_text(prompt)
     return tokenizer.encode_prompt(prompt)

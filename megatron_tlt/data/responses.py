@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tlt.data.completions import RecordTokens, is_conversation, read_conversation
-from megatron_tlt.data.fields import check_not_read, check_text, checked_prompt, columns_hint, field_of
+from megatron_tlt.data.fields import (
+    TOOLS,
+    check_not_read,
+    check_text,
+    checked_prompt,
+    checked_tools,
+    columns_hint,
+    field_of,
+)
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import errors_at
 from megatron_tlt.errors import DataError
@@ -134,7 +142,7 @@ def _tokens(
         prompt = checked_prompt(prompt, prompt_field, where, _RESPONSE_IDS if _RESPONSE_IDS in row else _RESPONSE)
         check_not_read(row, prompt, where)
         with errors_at(where):
-            prompt_ids = encoder.prompt(prompt)
+            prompt_ids = encoder.prompt(prompt, checked_tools(row.get(TOOLS), where))
     if _RESPONSE_IDS in row:
         return prompt_ids, _ids(row, _RESPONSE_IDS, where), ()
     if not isinstance(text, str):

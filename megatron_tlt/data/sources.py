@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,9 +27,11 @@ from megatron_tlt.data.dataset_files import (
 )
 from megatron_tlt.data.fields import (
     NOT_READ,
+    TOOLS,
     check_not_read,
     checked_answer,
     checked_prompt,
+    checked_tools,
     columns_hint,
     field_of,
     without_absent,
@@ -39,6 +41,7 @@ from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.errors import DataError, no_such_file, shortened
 from megatron_tlt.types import Answer
 
+Example: TypeAlias = tuple[str, str | Messages, tuple[dict[str, Any], ...]]
 _DEFAULT_ANSWER_FIELD = "answer"
 _SAVED = ("state.json", "dataset_dict.json")  # of Dataset.save_to_disk and DatasetDict.save_to_disk
 _NARROW = {"float16": np.float16, "float32": np.float32}  # whose decimals are shorter than those of a double
@@ -64,6 +67,8 @@ class Row:
     """File and line or number, for errors."""
     token_ids: tuple[int, ...] | None = None
     """The prompt itself, in place of `prompt`."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """JSON schemas, for the chat template."""
 
     def with_opening(self, text: str) -> Row:
         """The row with a text of the environment at its end. Raises DataError where the prompt is no text."""
@@ -136,15 +141,16 @@ class FileSource:
         self._prompt_feature = field_of(features, config.prompt_field)
         feature = field_of(features, config.answer_field)
         self._narrow = _NARROW.get(str(getattr(getattr(feature, "feature", feature), "dtype", None)))
-        self._examples: dict[Hashable, tuple[str, str | Messages]] = {}
+        self._tools_feature = features.get(TOOLS)
+        self._examples: dict[Hashable, Example] = {}
         try:
             self._fingerprint = self._check()
         except UnicodeDecodeError as error:  # of a table's strings
             raise DataError(f"{path}: a prompt or answer is not UTF-8 text: {error}") from error
 
     @property
-    def examples(self) -> list[tuple[str, str | Messages]]:
-        """(place, prompt) of the first record of each form, which is all that a chat template may take otherwise."""
+    def examples(self) -> list[Example]:
+        """(place, prompt, tools) of the first record of each form: a chat template may take other forms otherwise."""
         return [*self._examples.values()]
 
     @property
@@ -153,7 +159,7 @@ class FileSource:
 
     @property
     def fingerprint(self) -> str:
-        """Of all prompts and answers in order; the file may move."""
+        """Of all prompts, answers and tools in order; the file may move."""
         return self._fingerprint
 
     @property
@@ -176,7 +182,7 @@ class FileSource:
             metadata[self._config.prompt_field] = [*messages]
         ids, name = None if tokens is None else tuple(tokens), self._path.stem
         of_data = f"{name}:{self._fingerprint}:{index}"  # splits of one data set may have one stem
-        return Row(of_data, text, answer, name, metadata, messages, self._where(index), ids)
+        return Row(of_data, text, answer, name, metadata, messages, self._where(index), ids, self._tools(index, record))
 
     def answers(self) -> list[tuple[str, Answer | None]]:
         """File and place of every record with its reference answer."""
@@ -189,9 +195,10 @@ class FileSource:
         for index, record in enumerate(self._records_to_check()):
             prompt, answer = self._fields(index, record)
             answers += answer is not None
-            form = None if isinstance(prompt, str) else form_of(prompt)
-            self._examples.setdefault(form, (self._where(index), prompt))
-            sha.update(json.dumps([prompt, answer]).encode())
+            tools = self._tools(index, record)
+            form = isinstance(prompt, str) or form_of(prompt), bool(tools)
+            self._examples.setdefault(form, (self._where(index), prompt, tools))
+            sha.update(json.dumps([prompt, answer, tools] if tools else [prompt, answer]).encode())
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
         if not answers and field != _DEFAULT_ANSWER_FIELD:
@@ -200,11 +207,11 @@ class FileSource:
         return sha.hexdigest()[:16]
 
     def _records_to_check(self) -> Iterator[Mapping[str, Any]]:
-        """All records. Of tables only the columns that are looked at, in batches: a million rows take seconds."""
+        """All records. Of tables only the columns that are checked, in batches: a million rows take seconds."""
         if not hasattr(self._records, "select_columns"):
             yield from self._records
             return
-        names = (self._config.prompt_field, self._config.answer_field, *NOT_READ)
+        names = (self._config.prompt_field, self._config.answer_field, TOOLS, *NOT_READ)
         there = self._records.column_names
         wanted = [c for c in there if any(name == c or name.startswith(f"{c}.") for name in names)]
         for batch in self._records.select_columns(wanted or there).iter(_CHECKED_AT_ONCE):
@@ -229,6 +236,10 @@ class FileSource:
             text = checked_prompt(prompt, self._config.prompt_field, where)
             check_not_read(record, text, where)
         return text, self._extracted(answer, where)
+
+    def _tools(self, index: int, record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        tools = without_absent(without_spelling(record.get(TOOLS)), self._tools_feature)
+        return checked_tools(tools, self._where(index))
 
     def _tokens(self, record: Mapping[str, Any]) -> Any:
         return record.get("token_ids") if self._takes_tokens else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +32,11 @@ class HFTokenizer:
         `rows`: of the model's embedding. Encoding then raises DataError for a text with a token beyond them.
         `template`: for its chat template.
         """
-        from transformers import AutoTokenizer  # takes seconds
-
         directory = Path(path)
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory (a tokenizer is read from local files)")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._tokenizer = _open(directory)
         except Exception as error:  # `tokenizers` has no class of its own for a damaged file
             raise CheckpointError(f"{directory}: no usable tokenizer: {error}") from error
         if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
@@ -79,6 +78,11 @@ class HFTokenizer:
         """Whether `encode_chat` works."""
         return self.template is not None
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template reads `tools`. Raises CheckpointError for one that cannot be used."""
+        return self.template is not None and "tools" in self._template.variables()
+
     def special_id(self, text: str) -> int | None:
         """The id of a special token; None for any other text."""
         return self._tokenizer.convert_tokens_to_ids(text) if text in self.special_tokens else None
@@ -88,6 +92,15 @@ class HFTokenizer:
         """Texts that `encode` reads as one token with a meaning of its own, longest first."""
         added = [str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special]  # Llama 3 names few others
         return tuple(sorted({*self._tokenizer.all_special_tokens, *added}, key=lambda text: (-len(text), text)))
+
+    def special_token_in(self, text: str) -> str | None:
+        """The first special token in a text; None without one."""
+        found = self._special_pattern.search(text)
+        return None if found is None else found[0]
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or "(?!)")  # which is nowhere
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -210,6 +223,20 @@ def has_tokenizer(directory: Path) -> bool:
     return any(any(directory.glob(name)) for name in _VOCABULARY)
 
 
+def _open(directory: Path) -> Any:
+    """The tokenizer of tokenizer.json as the file describes it; of older files alone as their class builds it.
+
+    `AutoTokenizer` of transformers 5 takes only vocabulary and merges of tokenizer.json where the class that it chooses
+    has an `__init__` (GPT2Tokenizer, Qwen2Tokenizer, LlamaTokenizer): normalizer and pre-tokenizer are the class's own,
+    and so are special tokens that no file names. Models are trained with the ids of the file, which transformers 4 and
+    vLLM with it compute.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
+
+    kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    return kind.from_pretrained(str(directory), local_files_only=True)
+
+
 def _begin_ids(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer puts before a text."""
     bare, whole = (tokenizer.encode("a 1.", add_special_tokens=added) for added in (False, True))
@@ -218,13 +245,20 @@ def _begin_ids(tokenizer: Any) -> list[int]:
 
 
 def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if not found:
-            value = read_object_if_there(directory / name).get("eos_token_id")
-            found = [] if value is None else [value] if isinstance(value, int) else list(value)
+    found = _ends_in(directory / "generation_config.json") or _ends_in(directory / "config.json")
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     if not found:
         raise CheckpointError(f"{directory}: neither configuration nor tokenizer names an end of sequence")
     return tuple(dict.fromkeys(found))
+
+
+def _ends_in(file: Path) -> list[int]:
+    """`eos_token_id` of a file; none without the file. Raises CheckpointError for what is no token id."""
+    value = read_object_if_there(file).get("eos_token_id")
+    ids = [*value] if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(number) is int and number >= 0 for number in ids):
+        raise CheckpointError(
+            f"{file}: eos_token_id = {value!r} must be a token id (0, 1, ..), a list of them, or null"
+        )
+    return ids

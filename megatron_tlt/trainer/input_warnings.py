@@ -14,6 +14,7 @@ from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_r
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
+from megatron_tlt.data.rendered_prompts import rendered_prompt_warnings
 from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
@@ -40,6 +41,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
         schedule_warning(config),
     ]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
+    found += rendered_prompt_warnings(config, tokenizer_here(config))
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 
 
@@ -81,13 +83,23 @@ def _of_rl(config: Config) -> list[str]:
 
 
 def _of_rows(config: Config) -> list[str]:
-    """Files of a data set that belong to no split, and rows whose answers a reward function cannot use."""
+    """Files of a data set that belong to no split, rows whose answers a reward function cannot use, and tools of rows
+    that no prompt shows.
+    """
     found: list[str | None] = []
+    tokenizer = tokenizer_here(config) if config.data.chat_template else None
     for field, section in config.data.sources:
-        if section.is_here:
-            found.append(unread_warning(section, field))
-            source = open_source(section, field, seed=0)
-            found.append(answer_warning(config.rewards, source.answers()) if isinstance(source, FileSource) else None)
+        if not section.is_here:
+            continue
+        found.append(unread_warning(section, field))
+        if not isinstance(source := open_source(section, field, seed=0), FileSource):
+            continue
+        found.append(answer_warning(config.rewards, source.answers()))
+        if tokenizer is not None and any(tools for *_, tools in source.examples) and not tokenizer.shows_tools:
+            why = (
+                f"the chat template of {tokenizer.name} does not read 'tools', so prompts do not show those of its rows"
+            )
+            found.append(f"{field}.path = {section.path}: {why}")
     return [text for text in found if text is not None]
 
 

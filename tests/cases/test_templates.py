@@ -74,6 +74,12 @@ def test_tools_that_the_template_does_not_show_are_a_warning(
         assert main(arguments("check", model, {"prompt": "1 + 2", "answer": "3"}, *options)) == 0
         printed = capsys.readouterr().out
         assert ("does not read 'tools', so no prompt says that there are python" in printed) is not is_shown
+        row = {"prompt": "1 + 2", "answer": "3", "tools": [{"type": "function", "function": {"name": "add"}}]}
+        assert main(arguments("check", model, row)) == 0
+        said = (
+            f"rows.jsonl: the chat template of {model} does not read 'tools', so prompts do not show those of its rows"
+        )
+        assert (said in capsys.readouterr().out) is not is_shown
 
 
 def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

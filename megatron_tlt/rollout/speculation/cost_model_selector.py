@@ -16,12 +16,13 @@ own measurements correct the fit (`step_costs.py`).
 A trial is an interval of another candidate. Its lost seconds are its own less those in which the best candidate
 generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `exploration` of
 the time at most. Where a bucket has measured plain decoding only, or drafts only, the first trial of the other may
-lose more: what it loses is predicted from other batch sizes, and that prediction can be far off. The right side of `verified` is the number of tokens that the best candidate generates in the seconds
-of a row.
+lose more: what it loses is predicted from other batch sizes, and that prediction can be far off. The right side of
+`verified` is the number of tokens that the best candidate generates in the seconds of a row.
 
-A new drafter (the first one, or new weights) that no bucket drafts with gets a trial of one drafted token, in the first
-bucket where that loses 2 * `exploration` of the seconds since the last such trial at most, if nothing is accepted. Its
-first measured draft, in a trial or not, reduces what was counted of the drafter before it to a prior.
+A new drafter (the first one, or new weights) that no bucket drafts with gets a trial of one drafted token, in the
+first bucket where that loses 2 * `exploration` of the seconds since the last such trial at most, if nothing is
+accepted. Its first measured draft, in a trial or not, reduces what was counted of the drafter before it to a prior,
+and ends the intervals of other buckets.
 
 Torch-free, no clock of its own. Legend: B running requests, T rows fed to the policy, L draft length, P passes.
 """

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_tlt.backends import build
-from megatron_tlt.cli.generate import generate_file
+from megatron_tlt.cli.generate import _checked_tokenizer, generate_file
+from megatron_tlt.cli.main import _parser
+from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import DataError
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.trainer.chat_checks import plain_prompt_warning
 from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
 from tests.helpers.chat_models import QWEN3, chat_model
@@ -74,6 +77,15 @@ def test_plain_prompts_of_a_chat_model_are_named(tmp_path: Path, template: str |
     file.write_text(line + "\n")
     prompts = file_prompts(file, Codes(), chat=False)
     assert (plain_prompt_warning(HFTokenizer(model), prompts) is not None) == is_warned
+
+
+def test_a_tokenizer_that_cannot_be_used_is_a_problem_of_the_model(tmp_path: Path):
+    model = chat_model(tmp_path / "m", QWEN3)
+    (model / "generation_config.json").write_text('{"eos_token_id": "<|end|>"}')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    words = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.jsonl"), "--out", "o"]
+    with pytest.raises(ConfigError, match=r"^--model = .*generation_config\.json: eos_token_id = '<\|end\|>' must be"):
+        _checked_tokenizer(_parser().parse_args(words), RolloutSection(), None, SingleProcess())
 
 
 def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_line(

@@ -43,6 +43,25 @@ def rendered(directory: Path, messages: list[dict[str, Any]], tools: Any = (), *
 
 
 @pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ('{"a": "ü", "b": 1}', CALL["function"]["arguments"]),  # OpenAI's form
+        ("", {}),
+        ("[1]", "[1]"),
+        ("{a: 1}", "{a: 1}"),
+        (None, None),
+    ],
+)
+def test_arguments_of_a_call_that_are_json_text_become_an_object(given: Any, seen: Any) -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    turn = {"role": "assistant", "content": None}
+    _, message = as_messages([USER, {**turn, "tool_calls": [call(given), "add"]}])
+    assert message == {**turn, "tool_calls": [call(seen), "add"]}
+
+
+@pytest.mark.parametrize(
     ("template", "messages", "kwargs"),
     [
         (QWEN2_5, [SYSTEM, USER], {}),

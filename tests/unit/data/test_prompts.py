@@ -15,12 +15,16 @@ import pyarrow.parquet
 import pytest
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
+from megatron_tlt.config.root import SftConfig
 from megatron_tlt.data.chat import with_system
+from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source
 from megatron_tlt.data.sources import Row, unread_warning
+from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError, OpeningError
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.types import Prompt
+from tests.helpers.chat_models import DEMO_POLICY, chat_model
 
 TASKS = PromptSourceConfig(tasks=(TaskConfig(name="chain_sum"),))
 # Its generator gives up on a few items, the first of this seed at 9.
@@ -267,6 +271,38 @@ def test_a_prompt_may_be_chat_messages(
             stream(source, tokenizer=Plain())
     elif system is None:
         assert Letters().decode(stream(source, tokenizer=Plain()).next_batch(1)[0].token_ids) == "hi"
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
+@pytest.mark.parametrize("kind", ["jsonl", "hf"])
+def test_the_tools_of_a_row_are_in_its_prompt_as_in_fine_tuning(tmp_path: Path, kind: Any, tools: Any) -> None:
+    template = "{{ '<|system|>' + tools | tojson if tools }}" + (DEMO_POLICY / "chat_template.jinja").read_text()
+    tokenizer, path = HFTokenizer(chat_model(tmp_path / "m", template)), tmp_path / f"rows.{kind}"
+    record = {"messages": [*SAY, RESPONSE], "tools": tools}
+    write_jsonl(path, [record]) if kind == "jsonl" else datasets.Dataset.from_list([record]).save_to_disk(str(path))
+    config = SftConfig.model_validate({"model": {"path": "m"}, "sft": {"train_path": str(path), "out": "o"}})
+    ((_, _, (learned, _, _)),) = encoded_records(config.sft, path, "train", tokenizer, 999)
+    source = PromptSourceConfig(kind=kind, path=str(path), prompt_field="messages")
+    (prompt,) = stream(source, tokenizer=tokenizer).next_batch(1)  # type: ignore[arg-type]
+    assert [*prompt.token_ids] == learned == tokenizer.encode_chat("hi", None, TOOLS if tools else ())
+
+
+def test_tools_of_a_row_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "q", "tools": TOOLS}])
+    with pytest.raises(DataError, match=r"r\.jsonl:1: field 'tools': 1 tools need data\.chat_template"):
+        stream(source, tokenizer=Plain())
+    section, env = DataSection(train=source), EnvPrompts(tools=TOOLS)
+    with pytest.raises(DataError, match=r"r\.jsonl:1: field 'tools': the environment has tools of its own \(add\)"):
+        build_prompts(section, "train", Letters(), 0, env)  # type: ignore[arg-type]
+    plain = [{"prompt": "q"}]
+    saved = stream(write_jsonl(tmp_path / "plain.jsonl", plain)).state_dict()
+    with pytest.raises(DataError, match="belongs to other prompts"):
+        stream(source).load_state_dict(saved)
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: field 'tools' must be a list of"):
+        stream(write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "q", "tools": "add"}]))
 
 
 def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
+from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.runs import TOKENIZER
 
 VOCAB = 288
@@ -57,6 +58,14 @@ def test_a_conversation_may_be_in_the_column_of_training_prompts(tmp_path, token
     (found,) = read(tmp_path / "r.jsonl", [{"messages": MESSAGES}], tokenizer, data=source)
     (same,) = read(tmp_path / "r.jsonl", [{"prompt": "1 + 2", "response": "3"}], tokenizer)
     assert found.token_ids.tolist() == same.token_ids.tolist()
+
+
+def test_tools_of_a_row_are_in_its_prompt(tmp_path):
+    template = "{{ tools | tojson if tools }}" + (DEMO_POLICY / "chat_template.jinja").read_text()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tokenizer = HFTokenizer(chat_model(tmp_path / "m", template))
+    (found,) = read(tmp_path / "r.jsonl", [{"prompt": "1", "response": "3", "tools": tools}], tokenizer)
+    assert found.token_ids.tolist()[: found.response_start] == tokenizer.encode_chat("1", None, tools)
 
 
 def test_the_last_responses_are_taken_of_a_run_by_step_without_torn_lines(tmp_path, tokenizer):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from megatron_tlt.data.detokenizer import IncrementalDecoder
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -16,6 +19,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 TEXT = "Zwölf Boxkämpfer — 12 × 7 = 84 🙂🙃 日本語  two spaces\n"
 
 
@@ -40,6 +44,50 @@ def test_eos_ids_come_from_the_generation_config_then_the_tokenizer(tmp_path: Pa
     assert HFTokenizer(tmp_path).eos_token_ids == (7, *end)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9, end[0]]}))
     assert HFTokenizer(tmp_path).eos_token_ids == (5, 9, end[0])
+
+
+@pytest.mark.parametrize("value", ["<|end|>", "2", 2.0, True, -1, [2, "3"], [[2]], {"id": 2}])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_an_end_that_is_no_token_id_is_refused_with_its_file(tmp_path: Path, file: str, value: Any) -> None:
+    save(tmp_path)
+    (tmp_path / file).write_text(json.dumps({"model_type": "qwen2", "eos_token_id": value}))
+    with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path / file}: eos_token_id = {value!r} must be a")):
+        HFTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "GPT2Tokenizer"),  # SmolLM2
+        ("llama", "LlamaTokenizer"),
+        ("qwen2", "TokenizersBackend"),
+        ("qwen2", "CodeGenTokenizer"),
+        ("qwen2", None),
+    ],
+)
+def test_ids_are_those_of_tokenizer_json_whichever_class_is_named(tmp_path: Path, family: str, kind: Any) -> None:
+    """`None`: without tokenizer_config.json, where the family's class adds an <|endoftext|> of its own."""
+    save_bytes(tmp_path, None, ["<|end|>", "<|pad|>"], [("\u010a", "\u010a"), ("1", "2"), ("\u0120", "1")])
+    file, about = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    words = [{"type": "Digits", "individual_digits": True}, {**LEVEL, "use_regex": True}]
+    form: dict[str, Any] = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": words}}
+    form["normalizer"] = {"type": "NFKC"}
+    if kind == "LlamaTokenizer":  # which is not taken for bytes
+        words[:] = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": False}]
+        form["decoder"] = None
+    file.write_text(json.dumps({**json.loads(file.read_text()), **form}))
+    named = {"eos_token": "<|end|>", "pad_token": "<|pad|>"} if kind else {}
+    about.write_text(json.dumps({"tokenizer_class": kind, **named})) if kind else about.unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "eos_token_id": 5}))
+    raw, tokenizer = Tokenizer.from_file(str(file)), HFTokenizer(tmp_path)
+    for text in ("Steps:\n\n1. Add 12", "x\u00b2 \ufb01ne<|end|>\n\n 12"):
+        assert tokenizer.encode(text) == raw.encode(text, add_special_tokens=False).ids
+    assert tokenizer.vocabulary() == raw.get_vocab()
+    end = raw.token_to_id("<|end|>")
+    assert tokenizer.eos_token_ids == ((5, end) if kind else (5,))
+    assert tokenizer.special_roles == (
+        {5: "eos_token_id", end: "eos_token", end + 1: "pad_token"} if kind else {5: "eos_token_id"}
+    )
 
 
 def test_unusable_directories_are_refused(tmp_path: Path) -> None:
