@@ -81,7 +81,7 @@ class HFTokenizer:
     @property
     def shows_tools(self) -> bool:
         """Whether the chat template reads `tools`. Raises CheckpointError for one that cannot be used."""
-        return self.template is not None and "tools" in self._template.variables()
+        return self.template is not None and "tools" in self.template.variables()
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token; None for any other text."""
