@@ -104,14 +104,15 @@ class NativeEagle(DrafterDecoder):
         """Copies the rows of a reduced vocabulary from the policy's LM head after a weight sync has replaced it."""
         if self._copies_head and self._loaded and self._head_version != self.policy.head_version:
             self._head_version = self.policy.head_version
-            rows = self.policy.lookup_tables()[1].index_select(0, self._own["ids"])
+            ids = self._own["ids"][: self.config.draft_vocab_size]
+            rows = self.policy.lookup_tables()[1].index_select(0, ids)
             self._packer.pack(self._own["lm_head"], rows)
 
     def _load(self, name: str, tensor: Tensor) -> None:
         if name == "d2t":
-            ids = torch.arange(len(tensor)) + tensor.cpu()
-            self._own["ids"] = ids.to(torch.int32)
-            self.structure.ids = self._own["ids"].data_ptr()
+            ids = self._own["ids"] = torch.zeros(pad(len(tensor)), dtype=torch.int32)
+            ids[: len(tensor)] = torch.arange(len(tensor)) + tensor.cpu()
+            self.structure.ids = ids.data_ptr()
             return
         if name == "t2d":  # the inverse of d2t
             return

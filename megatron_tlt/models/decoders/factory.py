@@ -11,7 +11,7 @@ import torch
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.models.decoders.base import Decoder
-from megatron_tlt.models.decoders.keyed_noise import Candidates, SampleKernel, best_candidates
+from megatron_tlt.models.decoders.keyed_noise import SampleKernel
 from megatron_tlt.models.decoders.native.build import find_compiler
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
@@ -93,12 +93,3 @@ def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None
 def _has_triton(kernels: Kernels, device: torch.device) -> bool:
     """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux."""
     return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-def candidates_of(policy: Decoder) -> Candidates:
-    """The function with which a drafter in PyTorch finds its best candidates: one kernel where the policy has some."""
-    if not isinstance(policy, TorchDecoder) or policy.paged is None or not _has_triton("auto", policy.device):
-        return best_candidates
-    from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates as fused
-
-    return fused

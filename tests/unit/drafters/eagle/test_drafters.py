@@ -14,6 +14,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, CheckpointError
+from megatron_tlt.models.decoders import keyed_noise
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
@@ -103,6 +104,19 @@ def test_a_reduced_vocabulary_follows_the_policys_head(kernels: str, name: str) 
     for row in range(2):
         check_row(drafted, rows, row, synced, eagle_weights(CONFIGS[name]))
     assert drafted.tokens.tolist() != before.tokens.tolist()
+
+
+def test_noise_is_made_for_the_drafters_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the logits are: 50 of the policy's 90. The C form's memory shows that its scores are as few."""
+    made, real = list[tuple[int, ...]](), keyed_noise.gumbel_noise
+    noted = lambda *given: (made.append((noise := real(*given)).shape), noise)[1]  # noqa: E731
+    monkeypatch.setattr(keyed_noise, "gumbel_noise", noted)
+    rows_of(loaded("reduced", "torch"), [40, 18]).draft(3)
+    assert made == [(2, 50)] * 3
+    monkeypatch.setitem(CONFIGS, "of many", replace(CONFIGS["reduced"], vocab_size=9000))
+    few, many = (rows_of(loaded(name), [40, 18]) for name in ("reduced", "of many"))
+    assert few.draft(3).counts.tolist() == many.draft(3).counts.tolist() == [3, 3]
+    assert len(few.drafts._scratch) == len(many.drafts._scratch)
 
 
 @pytest.mark.parametrize("steps", [2, 9])
