@@ -6,7 +6,7 @@ Legend: P prompt tokens, R response tokens, L = P + R.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -338,37 +338,9 @@ class HiddenStateSample:
     key: int = 0  # the request's sampling key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendCapabilities:
-    """Capabilities of a kind of rollout engine; `check` refuses a configuration that needs more."""
-
-    keyed_sampling: bool = False  # a response is a function of seed, prompt and policy, the same bits with any drafter
-    selectors: bool = False  # our selectors decide how much each step drafts
-    hidden_states: bool = False  # the policy's hidden states of responses can be had, to train a drafter
-    logprobs: bool = False  # samples carry log-probs; if not, no importance weights
-    stop_strings: bool = False  # responses can end at a string, whatever its tokens
-    tensor_parallel: bool = False  # one engine on several ranks
-    routed_experts: bool = False  # responses can name the experts that their tokens chose
-    draft_traces: bool = False  # the drafts of single responses are known, for samples.jsonl
-    drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
-    turns: bool = False  # a response may have turns of an environment between those that it draws
-    pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
-    reads_responses: bool = False  # finished responses can be read for their hidden states (`ReadingBackend`)
-
-
 DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
 """The source of a step's drafts: none, the suffix drafter, the trained one, or earlier responses (other rows of such a
 step draft by the suffix or the trained drafter)."""
-_ALL = BackendCapabilities(
-    keyed_sampling=True, selectors=True, hidden_states=True, logprobs=True, stop_strings=True, tensor_parallel=True,
-    routed_experts=True, draft_traces=True, turns=True, pre_rollouts=True, reads_responses=True,
-)  # fmt: skip
-CAPABILITIES: dict[BackendName, BackendCapabilities] = {
-    "embedded": _ALL,
-    "trtllm": BackendCapabilities(drafters=("none", "eagle3")),
-    # Log-probs are the actor's: the engine's differ in the last bits with the batch.
-    "vllm": replace(_ALL, logprobs=False, draft_traces=False, reads_responses=False),
-}
 
 
 @dataclass(frozen=True, slots=True)

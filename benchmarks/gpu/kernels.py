@@ -190,16 +190,19 @@ def sampled(check: Check, masked: bool) -> Found:
 
 
 def candidates(check: Check) -> Found:
-    """A drafter's best tokens against PyTorch's on the CPU: scores, and the share of rows with other tokens."""
+    """Best tokens of a drafter that has some of them, against PyTorch on the CPU: scores, and the share of rows with
+    other tokens.
+    """
     from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates as best_here
 
     rng, (rows, vocab) = np.random.default_rng(2), (64, 5000) if check.is_cuda else (5, 300)
     logits = torch.from_numpy(rng.normal(size=(rows, vocab)).astype(np.float32) * 3)
     keys = key_tensor(rng.integers(0, 1 << 63, rows, dtype=np.uint64), "cpu")
     temperature = torch.linspace(0.5, 1.5, rows)
-    scores, tokens = best_candidates(logits.clone(), keys, temperature, 4)
-    on_device = (t.to(check.device) for t in (logits, keys, temperature))
-    found, chosen = best_here(*on_device, 4)
+    ids = 3 * torch.arange(vocab)
+    scores, tokens = best_candidates(logits.clone(), keys, temperature, 4, ids)
+    *on_device, named = (t.to(check.device) for t in (logits, keys, temperature, ids))
+    found, chosen = best_here(*on_device, 4, named)
     return Found(distance(found, scores) + float((chosen.cpu() != tokens).any(-1).float().mean()), 1e-5)
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.errors import BackendError, CheckpointError, SyncError
+from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.rollout.drive import Drive
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import (
-    CAPABILITIES,
     EngineStats,
     GenerateCall,
     HiddenStateSample,

@@ -25,12 +25,12 @@ from megatron_tlt.backends.process import END_S
 from megatron_tlt.backends.remote_weights import RemoteWeights
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import BackendError
+from megatron_tlt.interfaces import BackendCapabilities
 from megatron_tlt.rollout.drive import Advance, Drive, DrivenEngine
 from megatron_tlt.rollout.ends import cut_reason, is_turn_end
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.types import (
     LEAST_TRAINED,
-    BackendCapabilities,
     EngineStats,
     FinishReason,
     GenerateCall,

@@ -31,7 +31,7 @@ from megatron_tlt.config.run import (
     TrainSection,
     WatchdogSection,
 )
-from megatron_tlt.types import CAPABILITIES
+from megatron_tlt.interfaces import CAPABILITIES
 
 
 class TrainingConfig(Section):

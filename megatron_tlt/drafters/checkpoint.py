@@ -26,11 +26,12 @@ from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.published import table_problems
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.fields import known_fields
 from megatron_tlt.models.hf.writer import write_tensors
 from megatron_tlt.observe.files import replace_files
-from megatron_tlt.types import CAPABILITIES, BackendName
+from megatron_tlt.types import BackendName
 
 WEIGHTS, CONFIG = "drafter.safetensors", "config.json"
 

@@ -197,14 +197,6 @@ class DrafterModel(nn.Module, ABC):
         """The policy's ids [Vd] of the drafter's tokens; None: all, in order."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """Float32 [.., V] of logits [.., Vd] over the drafter's tokens: -inf for the others."""
-        own, ids = logits.float(), self.token_ids()
-        if ids is None:
-            return own
-        out = own.new_full((*own.shape[:-1], self.config.policy.vocab_size), float("-inf"))
-        return out.index_copy_(-1, ids, own)
-
     # -- parts of all kinds
 
     def draw_weights(self, seed: int, small: tuple[str, ...]) -> None:

@@ -35,9 +35,9 @@ from megatron_tlt.drafters.model import DrafterModel
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.base import Decoder, KVCache
 from megatron_tlt.models.decoders.draft import Draft
-from megatron_tlt.models.decoders.keyed_noise import Candidates
 from megatron_tlt.models.decoders.keys import row_keys
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
+from megatron_tlt.models.decoders.torch.layers import PLAIN
 from megatron_tlt.models.decoders.torch.transfer import upload
 
 
@@ -47,14 +47,14 @@ class TorchDrafter(DrafterDecoder):
     kind = "torch"
     scratch_blocks = 0  # behind the others, for what padding writes
 
-    def __init__(self, policy: Decoder, model: DrafterModel, candidates: Candidates, cache_parts: tuple[int, ...]):
-        """The policy's tables are read from `policy` at every call. `model` is moved to its device and type;
-        `candidates` may overwrite its logits. Raises BackendError for a decoder that returns other layers.
+    def __init__(self, policy: Decoder, model: DrafterModel, cache_parts: tuple[int, ...]):
+        """The policy's tables are read from `policy` at every call. `model` is moved to its device and type.
+        Raises BackendError for a decoder that returns other layers.
         """
         config = model.config
         config.check_states(policy.aux_layers)
-        self.policy, self.config, self.candidates = policy, config, candidates
-        self.device, self.dtype = policy.device, policy.dtype
+        self.policy, self.config, self.device, self.dtype = policy, config, policy.device, policy.dtype
+        self.ops = policy.ops if isinstance(policy, TorchDecoder) else PLAIN
         self.model = model.to(policy.device, policy.dtype).requires_grad_(False)
         self._parts = cache_parts
         # Of a reduced vocabulary rows of the policy's LM head, in place since graphs keep the address; of a decoder

@@ -22,6 +22,15 @@ def draw_first(prefill: Prefill, tokens: Sequence[int], logprobs: Sequence[float
     return finished
 
 
+def computed_again(prefill: Prefill) -> list[Request]:
+    """Removes and returns the request of a `prefill` that had ended while it was parked without its blocks."""
+    ended = [request for request in prefill.children if request.finish_reason is not None]
+    for request in ended:
+        request.blocks = list(prefill.blocks)
+        prefill.children.remove(request)
+    return ended
+
+
 def run_length(request: Request, run: Sequence[int]) -> int:
     """Tokens of `run` up to the first that ends the response: those that plain decoding would have drawn."""
     for length, token in enumerate(run, 1):

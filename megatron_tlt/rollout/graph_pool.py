@@ -15,7 +15,7 @@ Legend: S sequences, T their rows, B and k their buckets, M blocks of the longes
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,17 +90,11 @@ class GraphPool:
         fixed = sum(t.nbytes for t in (self._staging, self._logits, self._hidden, self._routed_experts))
         self.graphs = GraphCache(capturer, budget_bytes, fixed, decoder.tp)
 
-    def capture(
-        self,
-        rows_each: int,
-        others: Iterable[tuple[Hashable, StaticStep]] = (),
-        shapes: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
+    def capture(self, rows_each: int, others: Iterable[tuple[Hashable, StaticStep]] = ()) -> None:
         """Captures `others` (a drafter's steps) and forwards of up to `rows_each` rows a sequence, as far as the budget
-        goes; with `shapes` these (B, k). Before the first request: writes to the cache's scratch block. Mutates.
+        goes. Before the first request: writes to the cache's scratch block. Mutates.
         """
-        if shapes is None:
-            shapes = captured_shapes(self._batch_buckets[-1], self._max_rows, rows_each)
+        shapes = captured_shapes(self._batch_buckets[-1], self._max_rows, rows_each)
         first, *keys = [GraphKey(*shape) for shape in shapes]
         self._capture(first)
         for key, step in others:

@@ -28,7 +28,7 @@ import numpy as np
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.batch import Batch, PrefillChunk, StepResult
 from megatron_tlt.rollout.block_manager import BlockManager
-from megatron_tlt.rollout.ends import draw_first, finish_reason, is_turn_end, run_length
+from megatron_tlt.rollout.ends import computed_again, draw_first, finish_reason, is_turn_end, run_length
 from megatron_tlt.rollout.parked import ParkedRequests
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.rows import RunningRows
@@ -402,7 +402,7 @@ class Scheduler:
                 finished += self._end_first(prefill, ended)
             if prefill.is_complete:
                 self._prefilling.remove(prefill)
-                finished += _computed_again(prefill)
+                finished += computed_again(prefill)
                 if prefill.children:
                     self._ready.append(prefill)
                 else:
@@ -440,12 +440,3 @@ class Scheduler:
                 f"{self.blocks.block_size} tokens, the pool has {self.blocks.num_blocks}: raise "
                 "rollout.kv_cache_mib"
             )
-
-
-def _computed_again(prefill: Prefill) -> list[Request]:
-    """Removes and returns the request of a `prefill` that had ended while it was parked without its blocks."""
-    ended = [request for request in prefill.children if request.finish_reason is not None]
-    for request in ended:
-        request.blocks = list(prefill.blocks)
-        prefill.children.remove(request)
-    return ended

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.distributed.exchange import gather_large
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
 from megatron_tlt.resilience.response_lines import prompt_crc
 from megatron_tlt.trainer.batch_assembly import group_samples, token_ages
-from megatron_tlt.types import CAPABILITIES, Sample, SampleGroup
+from megatron_tlt.types import Sample, SampleGroup
 
 if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection

@@ -23,7 +23,7 @@ from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
-from megatron_tlt.interfaces import RolloutBackend
+from megatron_tlt.interfaces import CAPABILITIES, RolloutBackend
 from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.heartbeat import start_watchdog
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
@@ -48,7 +48,7 @@ from megatron_tlt.trainer.recovery import Recovery, TrainState
 from megatron_tlt.trainer.sampling import GroupSampler, sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
 from megatron_tlt.trainer.token_checks import open_tokenizer
-from megatron_tlt.types import CAPABILITIES, Prompt
+from megatron_tlt.types import Prompt
 
 if TYPE_CHECKING:
     from megatron_tlt.data.prompts import PromptStream

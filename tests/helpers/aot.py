@@ -98,7 +98,8 @@ def _launch_sampling(rows: int, vocab: int) -> None:
     numbers, counts, keys = (empty(rows, dtype=t) for t in (torch.float32, torch.int32, torch.int64))
     for is_masked in (False, True):
         draw(empty(rows, vocab), keys, numbers, counts, numbers, numbers, is_masked)
-    best_candidates(empty(rows, vocab), keys, numbers, 4)
+    for columns, ids in ((vocab, None), (4096, (4096,)), (16, (rows, 16))):
+        best_candidates(empty(rows, columns), keys, numbers, 2, ids and empty(*ids, dtype=torch.int64))
 
 
 def _launch_layers(rows: int, hidden: int, width: int, heads: int, kv_heads: int, d: int) -> None:

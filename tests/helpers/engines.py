@@ -31,6 +31,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.stepping import run_out
@@ -268,8 +269,9 @@ class RandomSelector:
 
 def attach(engine: Engine, drafter, selector) -> Speculator:
     """Makes a plain engine speculate with these parts."""
-    scheduler = engine.scheduler
-    speculator = Speculator(drafter, selector, scheduler.rows, scheduler.reserve, engine.runner.tp)
+    scheduler, rows = engine.scheduler, engine.scheduler.rows
+    unused = PreRollouts(rows, len(rows.token_ids), None)
+    speculator = Speculator(drafter, selector, rows, scheduler.reserve, engine.runner.tp, unused)
     engine.speculator = speculator
     return speculator
 

@@ -41,14 +41,6 @@ class Pool:
         array = np.asarray(tokens, np.int32)
         return self.lib.tlt_suffix_append(self.pool, self.trie, sequence, array.ctypes.data, len(array))
 
-    def count(self, string: list[int]) -> int:
-        array = np.asarray(string, np.int32)
-        return self.lib.tlt_suffix_count(self.pool, self.trie, array.ctypes.data, len(array))
-
-    @property
-    def nodes(self) -> int:
-        return self.lib.tlt_suffix_nodes(self.pool, self.trie)
-
     def __del__(self) -> None:
         self.lib.tlt_suffix_free(self.pool)
 
@@ -165,9 +157,6 @@ class NaiveCounts:
             for length in range(min(self.depth, i) + 1):
                 after = self.follow.setdefault(tuple(text[i - length : i]), {})
                 after[text[i]] = after.get(text[i], 0) + 1
-
-    def count(self, string: list[int]) -> int:
-        return self.follow.get(tuple(string[:-1]), {}).get(string[-1], 0)
 
 
 def distribution(counts: NaiveCounts, text: list[int]) -> tuple[dict[int, float], int]:

@@ -20,7 +20,7 @@ from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.drafters.export.drafter import export_files, write_export
-from megatron_tlt.drafters.model import DrafterConfig
+from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.training.batching import DraftSequence
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
@@ -50,6 +50,14 @@ def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[s
         known[ids] = True
         out |= {"d2t": ids - torch.arange(len(ids)), "t2d": known}
     return out
+
+
+def spread(model: DrafterModel, logits: Tensor) -> Tensor:
+    """Logits [.., V] of those over the drafter's tokens [.., Vd]: -inf for the others."""
+    if (ids := model.token_ids()) is None:
+        return logits
+    out = logits.new_full((*logits.shape[:-1], model.config.policy.vocab_size), float("-inf"))
+    return out.index_copy_(-1, ids, logits)
 
 
 def export_drafter(directory: Path, out: Path, form: Format, dtype: torch.dtype = torch.bfloat16) -> None:

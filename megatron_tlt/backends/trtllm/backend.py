@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.trtllm.args import SLEEP_TAGS, build_sampling_params
-from megatron_tlt.types import CAPABILITIES, EngineStats, SamplingParams, SpeculationStats
+from megatron_tlt.interfaces import CAPABILITIES
+from megatron_tlt.types import EngineStats, SamplingParams, SpeculationStats
 
 _log = logging.getLogger(__name__)
 

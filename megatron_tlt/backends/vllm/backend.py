@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from megatron_tlt.backends.remote import RemoteBackend
 from megatron_tlt.backends.vllm.args import request_args
+from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.rollout.stops import with_stop_ids
-from megatron_tlt.types import CAPABILITIES, SamplingParams
+from megatron_tlt.types import SamplingParams
 
 
 class VllmBackend(RemoteBackend):

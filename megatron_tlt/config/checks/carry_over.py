@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
-from megatron_tlt.types import CAPABILITIES
+from megatron_tlt.interfaces import CAPABILITIES
 
 
 def check_carry_over(config: Config) -> Problems:

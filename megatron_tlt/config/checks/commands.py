@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from megatron_tlt.config.checks.texts import check_texts
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem
-from megatron_tlt.types import CAPABILITIES, SamplingParams
+from megatron_tlt.interfaces import CAPABILITIES
+from megatron_tlt.types import SamplingParams
 
 
 def check_num_ranks(ranks: int | None) -> Iterator[ConfigProblem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
-from megatron_tlt.types import CAPABILITIES
+from megatron_tlt.interfaces import CAPABILITIES
 
 NO_EVALUATIONS = "the run has no evaluations"
 _REPEATS_BITS = "rollout.schedule: static, which repeats a run bit by bit as long as nothing drafts"

@@ -10,7 +10,7 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.errors import ConfigProblem, Problems
-from megatron_tlt.types import CAPABILITIES
+from megatron_tlt.interfaces import CAPABILITIES
 
 
 def check_speculation(section: SpeculationSection, has_drafter: bool = False) -> Problems:

@@ -171,7 +171,7 @@ def _logit_bytes(config: Config) -> float:
 def draft_bytes(config: Config, shape: ArchitectureConfig) -> int:
     """Temporaries of a block drafter's step for as many as all running requests, 0 of other drafters: rows of blocks as
     those of a forward, or the rows' outputs, twice, with the logits that are computed at a time: in both types, or in
-    fp32 beside one position's bias or its logits over the policy's vocabulary.
+    fp32 beside one position's bias.
     """
     rollout, kind = config.rollout, config.rollout.speculation.trained
     if kind is None or kind.rows == 1 or rollout.backend != "embedded":
@@ -180,8 +180,7 @@ def draft_bytes(config: Config, shape: ArchitectureConfig) -> int:
     one = requests * tokens  # logits of a position
     some = min(one * kind.rows, max(one, LOGITS_AT_ONCE))
     element, rows = element_bytes(rollout.dtype), requests * kind.rows
-    spread = 4 * requests * shape.vocab_size * (tokens < shape.vocab_size)
-    logits = max(int(some * _logit_bytes(config)), 4 * some + max(one * element, spread))
+    logits = max(int(some * _logit_bytes(config)), 4 * some + one * element)
     return max(rows * row_bytes(config, shape), 2 * rows * shape.hidden_size * element + logits)
 
 

@@ -19,7 +19,7 @@ from megatron_tlt.config.planning.parameters import (
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.root import Config, TrainingConfig, without_tlt
 from megatron_tlt.errors import aligned
-from megatron_tlt.types import CAPABILITIES
+from megatron_tlt.interfaces import CAPABILITIES
 
 MAX_GRID_ROWS = 16
 _FEW = 4  # times the requests of full length that a cache holds: the running requests beyond which `check` warns

@@ -30,10 +30,9 @@ from megatron_tlt.drafters.dspark.model import BlockLayer, BlockModel
 from megatron_tlt.drafters.torch_decoder import DraftInputs, TorchDrafter, TorchRowDrafter
 from megatron_tlt.models.decoders.base import Decoder, KVCache
 from megatron_tlt.models.decoders.inputs import DecoderInput
-from megatron_tlt.models.decoders.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.decoders.torch.attention import BlockPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
-from megatron_tlt.models.decoders.torch.layers import PLAIN, HeadNorms, joined
+from megatron_tlt.models.decoders.torch.layers import HeadNorms, joined
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 
 
@@ -43,10 +42,9 @@ class TorchBlock(TorchDrafter):
     config: BlockConfig
     model: BlockModel
 
-    def __init__(self, policy: Decoder, model: BlockModel, candidates: Candidates = best_candidates):
+    def __init__(self, policy: Decoder, model: BlockModel):
         config = model.config
-        super().__init__(policy, model, candidates, (config.block_layers, 2))
-        self._ops = policy.ops if isinstance(policy, TorchDecoder) else PLAIN
+        super().__init__(policy, model, (config.block_layers, 2))
         self._paged = policy.paged if isinstance(policy, TorchDecoder) else None
         attentions = [layer.self_attn for layer in self.model.blocks]
         parts = [(a.q_proj, a.k_proj, a.v_proj) for a in attentions]
@@ -62,7 +60,7 @@ class TorchBlock(TorchDrafter):
         q = self.config.layer.num_heads * self.config.layer.head_dim  # features have keys and values only
         for layer, cache, weight, bias in zip(self.model.blocks, kv.data, self._qkv, self._qkv_bias, strict=True):
             both = linear(features, weight[q:], None if bias is None else bias[q:])
-            self._ops.rotate_into(both, self._norms(layer), rope, states, cache)
+            self.ops.rotate_into(both, self._norms(layer), rope, states, cache)
 
     def _norms(self, layer: BlockLayer) -> HeadNorms | None:
         shape, attention = self.config.layer, layer.self_attn
@@ -77,7 +75,7 @@ class TorchBlock(TorchDrafter):
         """Outputs [P, N, H] of blocks at anchors `tokens` [P] at `positions` [P], which see the cached positions before
         them from `first_visible` [P] on, by `tables` [P, M]. No value comes to the host.
         """
-        config, model, ops, (rows, size) = self.config, self.model, self._ops, (len(tokens), self.config.block_size)
+        config, model, ops, (rows, size) = self.config, self.model, self.ops, (len(tokens), self.config.block_size)
         places = positions[:, None] + torch.arange(size, device=positions.device)
         rope, eps = model.rope(places.flatten()), config.layer.rms_norm_eps
         plan = self._plan(places, first_visible, tables, kv.block_size)
@@ -168,10 +166,7 @@ class BlockRowDrafter(TorchRowDrafter):
             if selector is not None:
                 ids = few[k]
                 logits = logits + selector.scores(selector.context(outputs[k], tokens), ids)
-            if drafter.candidates is best_candidates or selector is not None:
-                best, chosen = best_candidates(logits, *sampling, ids)
-            else:
-                best, chosen = drafter.candidates(model.spread(logits), *sampling)
+            best, chosen = drafter.ops.best_candidates(logits, *sampling, ids)
             into[k, 0].copy_(best)
             into[k, 1].copy_(chosen)
             tokens = chosen[:, 0].long()

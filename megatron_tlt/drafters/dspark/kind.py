@@ -32,7 +32,6 @@ from megatron_tlt.drafters.dspark.public import FORM
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.decoders.base import Decoder
-from megatron_tlt.models.decoders.factory import candidates_of
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.fields import known_fields
 
@@ -66,7 +65,7 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
 
     def build_decoder(self, policy: Decoder, config: BlockConfig, threads: int = 1) -> DrafterDecoder:
         """In PyTorch beside either decoder."""
-        return TorchBlock(policy, BlockModel(config), candidates_of(policy))
+        return TorchBlock(policy, BlockModel(config))
 
     def build_model(self, config: BlockConfig) -> BlockModel:
         return BlockModel(config)

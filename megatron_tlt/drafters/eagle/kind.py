@@ -33,7 +33,6 @@ from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.base import Decoder
-from megatron_tlt.models.decoders.factory import candidates_of
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
 
@@ -44,7 +43,7 @@ class PairKind(DrafterKind[ConfigT, PairModel]):
     def build_decoder(self, policy: Decoder, config: ConfigT, threads: int = 1) -> DrafterDecoder:
         """In the form of the policy's decoder."""
         if isinstance(policy, TorchDecoder):
-            return TorchEagle(policy, self.build_model(config), candidates_of(policy))
+            return TorchEagle(policy, self.build_model(config))
         from megatron_tlt.models.decoders.native.decoder import NativeDecoder
 
         if not isinstance(policy, NativeDecoder):

@@ -104,14 +104,15 @@ class NativeEagle(DrafterDecoder):
         """Copies the rows of a reduced vocabulary from the policy's LM head after a weight sync has replaced it."""
         if self._copies_head and self._loaded and self._head_version != self.policy.head_version:
             self._head_version = self.policy.head_version
-            rows = self.policy.lookup_tables()[1].index_select(0, self._own["ids"])
+            ids = self._own["ids"][: self.config.draft_vocab_size]
+            rows = self.policy.lookup_tables()[1].index_select(0, ids)
             self._packer.pack(self._own["lm_head"], rows)
 
     def _load(self, name: str, tensor: Tensor) -> None:
         if name == "d2t":
-            ids = torch.arange(len(tensor)) + tensor.cpu()
-            self._own["ids"] = ids.to(torch.int32)
-            self.structure.ids = self._own["ids"].data_ptr()
+            ids = self._own["ids"] = torch.zeros(pad(len(tensor)), dtype=torch.int32)
+            ids[: len(tensor)] = torch.arange(len(tensor)) + tensor.cpu()
+            self.structure.ids = ids.data_ptr()
             return
         if name == "t2d":  # the inverse of d2t
             return
@@ -134,31 +135,26 @@ class NativeEagle(DrafterDecoder):
         return new_kv_cache(num_blocks, block_size, self.kv_bytes_per_block(block_size))
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
-        """Copies block src[i] to dst[i], in order of i. Raises BackendError on wrong numbers."""
+        """Copies block src[i] to dst[i], in order of i."""
         copy_blocks(kv, src, dst, 1)
 
     def feed(self, pairs: Pairs, pages: Tensor, kv: KVCache) -> None:
-        """Raises BackendError for pairs or pages that C could not read."""
+        """Raises BackendError for pairs that C could not read."""
         self.check_pages(pages, kv)
         call = TltPairs(count=len(pairs.tokens), num_blocks=kv.num_blocks, block_size=kv.block_size)
-        lengths = [len(getattr(pairs, field.name)) for field in fields(pairs)]
-        if len({*lengths}) != 1:
-            raise BackendError(f"pairs: columns of {lengths} elements")
+        assert len({len(getattr(pairs, field.name)) for field in fields(pairs)}) == 1
         point_at_arrays(call, pairs)
         call.pages = pages.data_ptr()
         call.kv = kv.data.data_ptr()
         self.run(partial(self.lib.tlt_eagle_feed, self.structure, call, self.threads))
 
     def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> NativeRowDrafter:
-        """Raises BackendError for arrays that C could not read."""
         return NativeRowDrafter(self, kv, rows, pages, catch_up)
 
     def check_pages(self, pages: Tensor, kv: KVCache) -> None:
-        """Raises BackendError unless `pages` are hidden states of the slots of `kv`, in the drafter's type."""
-        slots = kv.num_blocks * kv.block_size
-        fits = pages.shape == (slots, self.policy.state_size) and pages.dtype == self.dtype
-        if not (fits and pages.is_contiguous()):
-            raise BackendError(f"hidden states {list(pages.shape)} {pages.dtype} for a cache of {slots} slots")
+        """Asserts that `pages` are hidden states of the slots of `kv`, in the drafter's type."""
+        assert pages.shape == (kv.num_blocks * kv.block_size, self.policy.state_size)
+        assert pages.dtype == self.dtype and pages.is_contiguous()
 
     def run(self, call: Callable[[], int]) -> None:
         """Makes a call into C. Raises BackendError if C refuses it, and before all weights are loaded."""
@@ -239,11 +235,7 @@ class NativeRowDrafter(RowDrafter):
 
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         count, longest = len(wanted), max(wanted.tolist(), default=0)
-        if count > self._slots or rates.shape != self._wanted.rates.shape:
-            raise BackendError(
-                f"drafts for {count} rows with match rates {list(rates.shape)}: there may be {self._slots} rows, and "
-                f"rates are {list(self._wanted.rates.shape)}"
-            )
+        assert count <= self._slots and rates.shape == self._wanted.rates.shape
         if self._shape != (count, longest):
             self._make_room(count, longest)
         self._wanted.wanted[:count] = wanted

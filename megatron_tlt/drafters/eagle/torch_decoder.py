@@ -7,7 +7,7 @@ One drafted position of all chains is one step, fed with the best candidates of 
 Steps that no chain can reach are not run.
 
 Legend: T pairs, A chains that were begun, P the padded number of chains, N steps, M blocks of the longest context,
-H hidden size, V vocabulary, C candidates looked at.
+H hidden size, Vd the drafter's vocabulary, C candidates looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron_tlt.drafters.eagle.model import PairModel
 from megatron_tlt.drafters.torch_decoder import DraftInputs, TorchDrafter, TorchRowDrafter
 from megatron_tlt.models.decoders.base import KVCache
 from megatron_tlt.models.decoders.inputs import DecoderInput
-from megatron_tlt.models.decoders.keyed_noise import Candidates, best_candidates
 from megatron_tlt.models.decoders.torch.attention import AttentionPlan, StaticPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.layers import joined
@@ -36,8 +35,8 @@ class TorchEagle(TorchDrafter):
     model: PairModel
     scratch_blocks = 1
 
-    def __init__(self, policy: TorchDecoder, model: PairModel, candidates: Candidates = best_candidates):
-        super().__init__(policy, model, candidates, (2,))
+    def __init__(self, policy: TorchDecoder, model: PairModel):
+        super().__init__(policy, model, (2,))
         attention, mlp = self.model.block.self_attn, self.model.block.mlp
         parts = (attention.q_proj, attention.k_proj, attention.v_proj)
         self._qkv = joined([part.weight for part in parts])
@@ -54,11 +53,11 @@ class TorchEagle(TorchDrafter):
         return EagleRowDrafter(self, kv, rows, pages, catch_up)
 
     def step(self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
-        """One pair of each of P chains, whose `previous` is `hidden` [P, H]: logits float32 [P, V] and outputs [P, H].
+        """One pair of each of P chains, whose `previous` is `hidden` [P, H]: logits float32 [P, Vd] and outputs [P, H].
 
         No value comes to the host. Mutates the cache.
         """
-        layer, ops, eps = self.model.block, self.policy.ops, self.config.layer.rms_norm_eps
+        layer, ops, eps = self.model.block, self.ops, self.config.layer.rms_norm_eps
         rope, norms = self.model.rope(fed.positions), None
         if self.config.layer.qk_norm:
             norms = layer.self_attn.q_norm.weight, layer.self_attn.k_norm.weight, eps
@@ -70,8 +69,7 @@ class TorchEagle(TorchDrafter):
         residual = self.model.residual(x, hidden)
         x, h = ops.add_norm(residual, part, layer.post_attention_layernorm.weight, eps)
         out = x + linear(ops.gated_silu(linear(h, self._gate_up)), layer.mlp.down_proj.weight)
-        logits = self.logits(out) if self.model.imitates_states else self.model.logits(out)
-        return self.model.spread(logits), out
+        return self.logits(out) if self.model.imitates_states else self.model.logits(out).float(), out
 
     def _plan(self, fed: DecoderInput, first_visible: Tensor, block_size: int) -> AttentionPlan:
         kv_heads = self.config.layer.num_kv_heads
@@ -146,7 +144,8 @@ class EagleRowDrafter(TorchRowDrafter):
         )
         drafter, first = self._drafter, self._first_visible[:batch]
         logits, hidden = drafter.step(fed, self._hidden[:batch], first, self._kv)
-        best, chosen = drafter.candidates(logits, keys, self._temperature[:batch], self._num_candidates)
+        sampling = keys, self._temperature[:batch], self._num_candidates
+        best, chosen = drafter.ops.best_candidates(logits, *sampling, drafter.model.token_ids())
         self._next_hidden[:batch].copy_(hidden)
         self._best[0, :batch].copy_(best)
         self._best[1, :batch].copy_(chosen)

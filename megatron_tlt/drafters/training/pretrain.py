@@ -35,7 +35,7 @@ from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.hf.loader import iter_weights, weight_reader
+from megatron_tlt.models.hf.loader import weight_reader
 from megatron_tlt.observe.progress import ProgressDisplay, build_progress
 from megatron_tlt.types import GenerateCall, Trajectory
 
@@ -306,10 +306,9 @@ def _sequences(samples: Sequence[HiddenStateSample]) -> list[DraftSequence]:
 
 def lookup_tables(path: str | Path, config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """The policy's embedding and LM head, float32 [V, H] each (the same tensor when tied)."""
-    tables = {
-        name: tensor.to(device, torch.float32) for name, tensor in iter_weights(path, config) if name in (EMBED, HEAD)
-    }
-    return tables[EMBED], tables.get(HEAD, tables[EMBED])
+    read = weight_reader(path, config)
+    embed = read(EMBED).to(device, torch.float32)
+    return embed, embed if config.tie_word_embeddings else read(HEAD).to(device, torch.float32)
 
 
 def average_gradients(gradients: list[Tensor]) -> None:

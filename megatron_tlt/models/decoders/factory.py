@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import Decoder
-from megatron_tlt.models.decoders.keyed_noise import Candidates, SampleKernel, best_candidates
+from megatron_tlt.models.decoders.keyed_noise import SampleKernel
 from megatron_tlt.models.decoders.native.build import find_compiler
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
@@ -40,18 +40,13 @@ def build_decoder(
     "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's
     kernels, which "torch" leaves out. `threads` is used by the native decoder only; `aux_layers`: see `Decoder`.
     "invariant" numerics: a row's bits do not depend on its batch (always so in the native decoder). Warns on CUDA
-    without Triton. Raises ConfigError for a choice that does not exist or cannot run on `device`, BackendError when
+    without Triton. Raises ConfigError for a choice that cannot run on `device`, BackendError when
     `kernels` is "native" and cannot be built.
     """
     device = torch.device(device)
-    if kernels not in ("auto", "native", "torch"):
-        raise ConfigError(ConfigProblem("rollout.kernels", kernels, "must be 'auto', 'native' or 'torch'"))
     if kernels == "native" and device.type != "cpu":
-        raise ConfigError(ConfigProblem("rollout.kernels", kernels, f"runs on CPU only, not on {device}"))
-    if kernels == "native" and dtype not in (torch.float32, torch.bfloat16):
-        raise ConfigError.of("rollout.kernels", kernels, f"computes float32 and bfloat16, not {dtype}")
-    can_native = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and find_compiler() is not None
-    if kernels == "native" or (kernels == "auto" and can_native):
+        raise ConfigError.of("rollout.kernels", kernels, f"runs on CPU only, not on {device}")
+    if kernels == "native" or (kernels == "auto" and device.type == "cpu" and find_compiler() is not None):
         from megatron_tlt.models.decoders.native.decoder import NativeDecoder
 
         return NativeDecoder(config, threads, tp, aux_layers, dtype)
@@ -93,12 +88,3 @@ def sample_kernel(kernels: Kernels, device: torch.device) -> SampleKernel | None
 def _has_triton(kernels: Kernels, device: torch.device) -> bool:
     """Whether Triton's kernels run: CUDA builds of PyTorch bring it on Linux."""
     return kernels == "auto" and device.type == "cuda" and importlib.util.find_spec("triton") is not None
-
-
-def candidates_of(policy: Decoder) -> Candidates:
-    """The function with which a drafter in PyTorch finds its best candidates: one kernel where the policy has some."""
-    if not isinstance(policy, TorchDecoder) or policy.paged is None or not _has_triton("auto", policy.device):
-        return best_candidates
-    from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates as fused
-
-    return fused

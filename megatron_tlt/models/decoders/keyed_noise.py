@@ -23,9 +23,6 @@ def _signed(value: int) -> int:
 # Draws tokens on CUDA: see `torch.kernels.sampling.draw`.
 SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Tensor]
 
-# Candidates of a drafter: see `best_candidates`.
-Candidates = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-
 _A, _B, _STEP = _signed(MIX_A), _signed(MIX_B), _signed(TOKEN_STEP)
 
 

@@ -55,7 +55,7 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
     selector = build_selector(section)
-    return Speculator(drafter, selector, rows, scheduler.reserve, runner.tp, trained, clock, pre_rollouts)
+    return Speculator(drafter, selector, rows, scheduler.reserve, runner.tp, pre_rollouts, trained, clock)
 
 
 def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> TrainedDrafter:

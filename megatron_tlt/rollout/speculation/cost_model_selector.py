@@ -86,19 +86,16 @@ class CostModelSelector:
         self,
         kind: DraftedBy,
         draft_len: int,
-        hysteresis: float = _HYSTERESIS,
         exploration: float = EXPLORATION,
         passes: Callable[[int], int] = int,
     ):
         """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.
 
-        `hysteresis`: gain in tokens per second from which on another candidate replaces the best one. `exploration`:
-        share of the time that trials may lose. `passes`: forward passes of a draft by its length.
+        `exploration`: share of the time that trials may lose. `passes`: forward passes of a draft by its length.
         """
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._kind, self._lengths = kind, [0, *lengths]  # of the candidates
         self._draft_len = draft_len
-        self._hysteresis = hysteresis
         self._exploration = exploration
         self._passes = passes
         self._buckets: dict[int, _Bucket] = {}
@@ -216,10 +213,10 @@ class CostModelSelector:
     def _postpone(self, bucket: _Bucket, candidate: Candidate, lost: float, seconds: float) -> None:
         """Sets when a candidate is tried next, whose trial of so many seconds lost `lost` of them.
 
-        Each candidate has an equal part of the time that trials may lose; a trial counts `hysteresis` of its seconds at
-        least, or equally good candidates would be tried all the time.
+        Each candidate has an equal part of the time that trials may lose. A trial counts `_HYSTERESIS` of its seconds
+        at least, or equally good candidates would be tried all the time.
         """
-        lost = max(lost, self._hysteresis * seconds)
+        lost = max(lost, _HYSTERESIS * seconds)
         candidate.next_trial = bucket.seconds + lost * (len(self._lengths) - 1) / self._exploration
 
     def _decide(self, bucket: _Bucket) -> None:
@@ -229,7 +226,7 @@ class CostModelSelector:
             return
         speeds = self._speeds(bucket)
         fastest = speeds.index(max(speeds))
-        if speeds[fastest] > (1 + self._hysteresis) * speeds[bucket.best]:
+        if speeds[fastest] > (1 + _HYSTERESIS) * speeds[bucket.best]:
             bucket.best = fastest
         best = speeds[bucket.best]
         seconds = [_TRIAL * bucket.running / speed for speed in speeds]  # of a trial

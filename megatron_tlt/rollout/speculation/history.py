@@ -43,11 +43,6 @@ class ResponseHistory:
         """Most responses of a prompt whose tokens are kept; 0: lengths only."""
         return self._responses
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of prompts and kept responses, about."""
-        return self._bytes
-
     def remember(self, responses: Sequence[PastResponse]) -> None:
         """Keeps scored responses, in the order given. Those without a `dataset_id` are not kept. Mutates."""
         by_prompt: dict[str, list[PastResponse]] = {}

@@ -63,49 +63,40 @@ class Speculator:
         rows: RunningRows,
         reserve: Callable[[np.ndarray], np.ndarray],
         tp: TensorParallel,
+        pre_rollouts: PreRollouts,
         trained: TrainedDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        pre_rollouts: PreRollouts | None = None,
     ):
         """`reserve`: see `Scheduler.reserve`. `trained` is the drafter where that is trained.
 
         `clock`: seconds that strategies are compared by.
         """
-        self.drafter, self.selector, self.trained = drafter, selector, trained
-        self.pre_rollouts = pre_rollouts
+        self.drafter, self.selector, self.trained, self.pre_rollouts = drafter, selector, trained, pre_rollouts
         self.trace: DraftTrace | None = None  # drafts for some responses, for the report
         self.counters = SpeculationCounters()
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
-        self._max_tokens = len(rows.token_ids)
         self._step = _PLAIN  # the present one
         self._draft_seconds = self._own_seconds = 0.0  # of the present step; of them, for its pre-rolled part
         self._proposed = 0.0  # the clock when the present step's proposal was ready
 
     def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
         """A call with these `GenerateCall.drafts` begins, while the engine is idle. Mutates."""
-        if self.pre_rollouts is not None:
-            self.pre_rollouts.begin(earlier)
+        self.pre_rollouts.begin(earlier)
 
     def end_generate(self) -> None:
         """The engine is idle: frees the state of the call. Mutates."""
         self.drafter.end_generate()
-        if self.pre_rollouts is not None:
-            self.pre_rollouts.end_generate()
-
-    @property
-    def _earlier(self) -> PreRollouts | None:
-        """The earlier responses, where the call has any."""
-        return None if self.pre_rollouts is None or self.pre_rollouts.is_empty else self.pre_rollouts
+        self.pre_rollouts.end_generate()
 
     @property
     def has_earlier(self) -> bool:
         """Whether the call has earlier responses to draft from."""
-        return self._earlier is not None
+        return not self.pre_rollouts.is_empty
 
     @property
     def _is_off(self) -> bool:
         """Whether this call can only decode plainly."""
-        return self.drafter.kind == "none" and self._earlier is None
+        return self.drafter.kind == "none" and not self.has_earlier
 
     def propose(self, batch: Batch) -> Draft | None:
         """The draft that the step of `batch` verifies; None for plain decoding, and for a batch with prefill chunks.
@@ -116,8 +107,8 @@ class Speculator:
             return None
         for request in batch.started:
             self.drafter.start(request)
-            if self._earlier is not None:
-                self._earlier.start(request)
+            if self.has_earlier:
+                self.pre_rollouts.start(request)
         if batch.copies and self.trained is not None:
             self.trained.copy_blocks(batch.copies)
         if not batch.is_decode:
@@ -142,8 +133,8 @@ class Speculator:
     def _choose(self) -> _Step:
         """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
         running = self._rows.num_rows
-        if self._earlier is not None and self._tp.rank == 0:
-            draft = self._earlier.propose(partial(self.selector.expected, running))
+        if self.has_earlier and self._tp.rank == 0:
+            draft = self.pre_rollouts.propose(partial(self.selector.expected, running))
             if draft.num_tokens:
                 return _Step(self.selector.usual(running), draft)
         return _Step(self.selector.select(running))
@@ -157,8 +148,7 @@ class Speculator:
         counts = np.zeros(running, np.int32) if pre_rolled is None else pre_rolled.counts
         longest = np.zeros_like(counts)
         if step.strategy.draft_len:
-            most_rows = self._max_tokens if self.pre_rollouts is None else self.pre_rollouts.most_rows
-            room = most_rows - running - int(counts.sum())
+            room = self.pre_rollouts.most_rows - running - int(counts.sum())
             share = max(0, room) // max(1, int(np.count_nonzero(counts == 0)))
             left = rows.limit[:running] - rows.output_len[:running] - 1
             longest = np.where(counts, 0, np.minimum(left, min(step.strategy.draft_len, share)))
@@ -202,9 +192,9 @@ class Speculator:
         )
         if step.pre_rolled is None:
             self.selector.record(measurement)
-        if self._earlier is not None:
+        if self.has_earlier:
             own_seconds = None if step.pre_rolled is None else self._own_seconds
-            self._earlier.record(batch.num_decode, measurement.num_rows, step_seconds, own_seconds)
+            self.pre_rollouts.record(batch.num_decode, measurement.num_rows, step_seconds, own_seconds)
         self.counters.add(measurement, draft)
 
     def _observe(self, draft: Draft, verified: Accepted) -> None:
@@ -244,17 +234,19 @@ class Speculator:
 
     def state_dict(self) -> dict[str, Any]:
         """State of selectors and calibrations."""
-        state = {
+        return {
             "drafter": self.drafter.kind,
             "selector": self.selector.state_dict(),
             "calibration": self.drafter.state_dict(),
+            "pre_rollouts": self.pre_rollouts.state_dict(),
         }
-        return state if self.pre_rollouts is None else state | {"pre_rollouts": self.pre_rollouts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`, if it is of this kind of drafter; that of pre-rollouts, where there is one."""
+        """Restores `state_dict`, if it is of this kind of drafter; that of pre-rollouts, where there is one (an earlier
+        version's has none).
+        """
         if state["drafter"] == self.drafter.kind:
             self.selector.load_state_dict(state["selector"])
             self.drafter.load_state_dict(state["calibration"])
-        if self.pre_rollouts is not None and "pre_rollouts" in state:
+        if "pre_rollouts" in state:
             self.pre_rollouts.load_state_dict(state["pre_rollouts"])

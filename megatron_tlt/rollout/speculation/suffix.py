@@ -113,12 +113,6 @@ class SuffixDrafter:
         point_at_arrays(self._call, self._arrays)
         self._call_at = ctypes.byref(self._call)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the tries."""
-        size: int = self._lib.tlt_suffix_bytes(self._pool)
-        return size
-
     def start(self, request: Request) -> None:
         """Notes the request. `sync_context` reads its tokens, and only in a rollout with drafts."""
         self._unread[request.order] = request

@@ -14,6 +14,7 @@ import pytest
 
 from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.data.prompt_queue import PromptQueue
+from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.observe.reduction import values_of
 from megatron_tlt.resilience import rollout_cache
 from megatron_tlt.resilience.response_lines import decode_sample
@@ -25,7 +26,7 @@ from megatron_tlt.resilience.rollout_cache import (
     find_responses,
     prompt_crc,
 )
-from megatron_tlt.types import CAPABILITIES, GenerateCall, Prompt, Sample, SamplingParams
+from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
 from tests.helpers.tiny_models import row_key
 
 PARAMS, SAMPLES = SamplingParams(seed=3), 4

@@ -125,9 +125,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # functions `tlt_`...: result
     "suffix_follow": (c_int, [c_void_p, c_void_p]),
     "suffix_propose": (c_int, [c_void_p, c_void_p]),
     "suffix_length": (c_int64, [c_void_p, c_int32, c_int32]),
-    "suffix_count": (c_int64, [c_void_p, c_int32, c_void_p, c_int32]),
-    "suffix_nodes": (c_int64, [c_void_p, c_int32]),
-    "suffix_bytes": (c_int64, [c_void_p]),
 }
 
 
@@ -163,18 +160,10 @@ _KINDS = {"keys": np.uint64} | dict.fromkeys(("temperature", "rates", "cumulativ
 
 
 def point_at_arrays(structure: Structure, arrays: Any) -> None:
-    """Sets the fields of `structure` to the addresses of the numpy arrays in the dataclass `arrays`, by name.
-
-    The caller keeps them alive. Raises BackendError for an array of another type or layout.
+    """Points the fields of `structure` at the contiguous numpy arrays in the dataclass `arrays`. The caller keeps
+    them alive.
     """
     for field in fields(arrays):
-        name = field.name
-        setattr(structure, name, array_address(name, getattr(arrays, name), _KINDS.get(name, np.int32)))
-
-
-def array_address(name: str, array: np.ndarray, kind: type) -> int:
-    """Address of a contiguous array of `kind`. Raises BackendError for any other array."""
-    if array.dtype != kind or not array.flags.c_contiguous:
-        raise BackendError(f"rows: {name} must be contiguous {np.dtype(kind)}, not {array.dtype}")
-    address: int = array.ctypes.data
-    return address
+        name, array = field.name, getattr(arrays, field.name)
+        assert array.dtype == _KINDS.get(name, np.int32) and array.flags.c_contiguous, name
+        setattr(structure, name, array.ctypes.data)

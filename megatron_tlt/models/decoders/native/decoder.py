@@ -141,14 +141,14 @@ class NativeDecoder:
         return new_kv_cache(num_blocks, block_size, self.kv_bytes_per_block(block_size))
 
     def copy_blocks(self, kv: KVCache, src: Numbers, dst: Numbers) -> None:
-        """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
+        """Copies block src[i] to dst[i] in every layer, in order of i."""
         copy_blocks(kv, src, dst, self.config.num_layers)
 
     # -- forward --------------------------------------------------------------------------------------------
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
-        """Raises BackendError for weights that are missing and for a batch that C could not read safely: its tensors
-        must be contiguous int32 on CPU, of the shapes in `DecoderInput`.
+        """Raises BackendError for weights that are missing and for numbers outside their range. The batch's tensors are
+        contiguous int32 on CPU.
         """
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
@@ -168,17 +168,10 @@ class NativeDecoder:
 
 
 def copy_blocks(kv: KVCache, src: Numbers, dst: Numbers, layers: int) -> None:
-    """Copies block src[i] to dst[i] in every layer, in order of i. Raises BackendError on wrong numbers."""
-    a, b = _numbers(src), _numbers(dst)
-    if a.shape != b.shape or (a.size and (min(a.min(), b.min()) < 0 or max(a.max(), b.max()) >= kv.num_blocks)):
-        raise BackendError(f"copy_blocks: blocks {a.tolist()} -> {b.tolist()} of {kv.num_blocks}")
+    """Copies block src[i] to dst[i] in every layer, in order of i."""
     blocks = kv.data.view(2 * layers, kv.num_blocks, -1)
-    for source, target in zip(a.tolist(), b.tolist(), strict=True):
+    for source, target in zip(src, dst, strict=True):
         blocks[:, target] = blocks[:, source]
-
-
-def _numbers(values: Numbers) -> np.ndarray:
-    return np.ascontiguousarray(values, np.int32)
 
 
 def keyed_sample(
@@ -188,21 +181,13 @@ def keyed_sample(
 
     logits [R, V] float32, rows contiguous; temperature [R] float32 (0: greedy); seed_keys [R] uint64 or
     int64 (bits); returns (token [R] int32, logprob [R] float32). logprob is log_softmax(logits / (T or 1))[token].
-    `bf16`: by that library, which the policy has loaded; the result is the same. Raises BackendError on other types or
-    row counts.
+    `bf16`: by that library, which the policy has loaded; the result is the same.
     """
     rows, vocab = logits.shape
     token, logprob = torch.empty(rows, dtype=torch.int32), torch.empty(rows)
-    for tensor, dtypes in (
-        (logits, (torch.float32,)),
-        (temperature, (torch.float32,)),
-        (seed_keys, (torch.uint64, torch.int64)),
-    ):
-        if tensor.dtype not in dtypes or tensor.shape[0] != rows or tensor.stride(-1) != 1 or tensor.is_cuda:
-            raise BackendError(
-                f"keyed_sample: a CPU tensor of {rows} rows and {dtypes[0]} is needed, got "
-                f"{tuple(tensor.shape)} {tensor.dtype}"
-            )
+    for tensor in (logits, temperature, seed_keys):
+        assert len(tensor) == rows and tensor.stride(-1) == 1 and tensor.device.type == "cpu"
+    assert logits.dtype == temperature.dtype == torch.float32 and seed_keys.dtype.itemsize == 8
     inputs = (logits.data_ptr(), rows, vocab, logits.stride(0), temperature.data_ptr(), seed_keys.data_ptr())
     outputs = (token.data_ptr(), logprob.data_ptr())
     if code := library(bf16).tlt_keyed_sample(*inputs, *outputs, max(1, threads)):

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.base import KVCache, Shard
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.native.abi import AllReduce, TltLayer, TltModel, TltStep, library
@@ -252,17 +251,14 @@ def new_kv_cache(num_blocks: int, block_size: int, bytes_per_block: int) -> KVCa
 
 
 def fill_step(step: TltStep, batch: DecoderInput, kv: KVCache) -> None:
-    """Points `step` at a batch and a cache; `batch` must stay alive while it is used.
-
-    Raises BackendError for tensors that are not contiguous int32 on CPU, of the shapes in `DecoderInput`.
-    """
+    """Points `step` at a batch and a cache; `batch` must stay alive while it is used."""
     tokens, seqs, wanted = batch.token_ids.shape[0], batch.context_lens.shape[0], batch.logit_rows.shape[0]
-    step.token_ids = address("token_ids", batch.token_ids, tokens)
-    step.positions = address("positions", batch.positions, tokens)
-    step.slots = address("slots", batch.slot_mapping, tokens)
-    step.query_start = address("query_start", batch.query_start, seqs + 1)
-    step.block_tables = address("block_tables", batch.block_tables, seqs)
-    step.logit_rows = address("logit_rows", batch.logit_rows, wanted)
+    step.token_ids = _address(batch.token_ids, tokens)
+    step.positions = _address(batch.positions, tokens)
+    step.slots = _address(batch.slot_mapping, tokens)
+    step.query_start = _address(batch.query_start, seqs + 1)
+    step.block_tables = _address(batch.block_tables, seqs)
+    step.logit_rows = _address(batch.logit_rows, wanted)
     step.tokens = tokens
     step.seqs = seqs
     step.logits_rows = wanted
@@ -272,11 +268,7 @@ def fill_step(step: TltStep, batch: DecoderInput, kv: KVCache) -> None:
     step.kv = kv.data.data_ptr()
 
 
-def address(field: str, tensor: Tensor, rows: int) -> int:
-    """Address of a contiguous int32 CPU tensor of `rows` rows. Raises BackendError for any other tensor."""
-    if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.is_cuda or tensor.shape[0] != rows:
-        raise BackendError(
-            f"decoder input {field} must be contiguous int32 on CPU of {rows} rows, "
-            f"not {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
-        )
+def _address(tensor: Tensor, rows: int) -> int:
+    assert tensor.dtype == torch.int32 and tensor.is_contiguous() and tensor.device.type == "cpu"
+    assert len(tensor) == rows
     return tensor.data_ptr()

@@ -1,7 +1,7 @@
 """The small parts of a decoder in PyTorch: norm, rotary embedding, SiLU gate, experts.
 
-`LayerOps` are the operations of a layer: in PyTorch (`PLAIN`), or on CUDA one kernel each between its matrix products
-(`kernels.layers`).
+`LayerOps` are the operations of a layer, and a drafter's choice of tokens: in PyTorch (`PLAIN`), or on CUDA one kernel
+each between its matrix products (`kernels.layers`).
 
 Legend: T rows, H hidden size, D head size, P positions, I MLP width, Hq/Hkv query and kv heads; E experts, k chosen by
 a row, F width of an expert (of this rank's part).
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu
 
+from megatron_tlt.models.decoders.keyed_noise import best_candidates
 from megatron_tlt.models.hf.config import ModelConfig
 
 
@@ -77,7 +78,7 @@ HeadNorms = tuple[Tensor, Tensor, float]  # weights [D] of queries and keys, eps
 
 
 class LayerOps(NamedTuple):
-    """Operations of a layer. They write into the cache and into `out` only."""
+    """Operations of a layer, which write into the cache and into `out` only, and of a drafter."""
 
     # x [T, K], weight [N, K], bias [N] or None, out [T, N] or None (then a new tensor) -> x weight^T + bias
     product: Callable[..., Tensor]
@@ -94,6 +95,8 @@ class LayerOps(NamedTuple):
     route: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
     # h [T, H], gates, experts, gate_up [E, 2F, H], down [E, H, F] -> sums [T, H] of experts' outputs times gates
     mix_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    # as `keyed_noise.best_candidates`; may overwrite its logits, which are contiguous
+    best_candidates: Callable[..., tuple[Tensor, Tensor]]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -134,4 +137,4 @@ def mix_experts(h: Tensor, gates: Tensor, ids: Tensor, gate_up: Tensor, down: Te
     return (out.unflatten(0, (-1, k)).float() * gates[..., None]).sum(1).to(h.dtype)
 
 
-PLAIN = LayerOps(product, add_norm, rotate_into, gated_silu, route, mix_experts)
+PLAIN = LayerOps(product, add_norm, rotate_into, gated_silu, route, mix_experts, best_candidates)

@@ -27,7 +27,7 @@ from tests.helpers.pairs import (
     of_row,
     rows_of,
 )
-from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_drafters import DEEP, lookup_tables, random_drafter, random_sequence, spread
 from tests.helpers.tiny_models import random_weights
 
 TIED = replace(DEEP["qwen3"], tie_word_embeddings=True)
@@ -114,14 +114,15 @@ def test_the_step_brings_no_value_to_the_host(name: str, monkeypatch: pytest.Mon
     kernel takes what it is given.
     """
 
-    def candidates(logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor, count: int):
+    def candidates(logits: torch.Tensor, keys: torch.Tensor, temperature: torch.Tensor, *more):
         assert all(t.is_contiguous() for t in (logits, keys, temperature)) and logits.dtype == torch.float32
-        return best_candidates(logits, keys, temperature, count)
+        return best_candidates(logits, keys, temperature, *more)
 
     monkeypatch.setattr(attention, "_GATHERED_BYTES", 1)
     config, small = CONFIGS[name], [np.zeros((4, 3), np.int32)] + [np.zeros(4, np.int32)] * 3
     policy = build_decoder(config.policy, "meta", kernels="torch", aux_layers=config.aux_layers)
-    drafter = TorchBlock(policy, BlockModel(config), candidates)
+    drafter = TorchBlock(policy, BlockModel(config))
+    drafter.ops = drafter.ops._replace(best_candidates=candidates)
     tables, *columns = small
     rows = DraftingRows(*columns, tables, tables, np.zeros(4, np.uint64), np.zeros(4, np.float32), *columns[:2])
     steps = drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, torch.empty(128, 64, device="meta"), 8).steps()
@@ -162,7 +163,7 @@ def test_training_computes_what_rollouts_do(name: str) -> None:
             for k in range(min(config.num_drafted, s.length - 1 - base)):
                 before = int(s.token_ids[base + k])
                 want = expected_logits(config, head, weights, slots, k, before)
-                got = model.spread(model.logits(outputs[k][row], head))
+                got = spread(model, model.logits(outputs[k][row], head))
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
             assert int(layout.bases[row]) == start + base
             row += 1

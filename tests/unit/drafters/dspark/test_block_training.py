@@ -38,6 +38,7 @@ from tests.helpers.tiny_drafters import (
     lookup_tables,
     random_drafter,
     random_sequence,
+    spread,
     trajectory,
 )
 from tests.helpers.tiny_models import random_weights
@@ -328,7 +329,7 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
         model.load_full(tensors.items())
         assert model.markov_head is not None
         outputs = torch.cat([state, model.markov_head.markov_w1(before)], -1)
-        logits.append(model.spread(model.logits(outputs, head)))
+        logits.append(spread(model, model.logits(outputs, head)))
     known = weights["t2d"]
     torch.testing.assert_close(logits[1][:, known], logits[0][:, known], atol=2e-3, rtol=2e-3)
     assert (logits[1][:, ~known] < -9000).all() and (logits[0][:, ~known] == float("-inf")).all()

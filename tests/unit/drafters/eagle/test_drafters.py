@@ -14,10 +14,11 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, CheckpointError
+from megatron_tlt.models.decoders import keyed_noise
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.pairs import ONES, Rows, check_row, of_row, rows_of
+from tests.helpers.pairs import Rows, check_row, of_row, rows_of
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -103,6 +104,19 @@ def test_a_reduced_vocabulary_follows_the_policys_head(kernels: str, name: str) 
     for row in range(2):
         check_row(drafted, rows, row, synced, eagle_weights(CONFIGS[name]))
     assert drafted.tokens.tolist() != before.tokens.tolist()
+
+
+def test_noise_is_made_for_the_drafters_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the logits are: 50 of the policy's 90. The C form's memory shows that its scores are as few."""
+    made, real = list[tuple[int, ...]](), keyed_noise.gumbel_noise
+    noted = lambda *given: (made.append((noise := real(*given)).shape), noise)[1]  # noqa: E731
+    monkeypatch.setattr(keyed_noise, "gumbel_noise", noted)
+    rows_of(loaded("reduced", "torch"), [40, 18]).draft(3)
+    assert made == [(2, 50)] * 3
+    monkeypatch.setitem(CONFIGS, "of many", replace(CONFIGS["reduced"], vocab_size=9000))
+    few, many = (rows_of(loaded(name), [40, 18]) for name in ("reduced", "of many"))
+    assert few.draft(3).counts.tolist() == many.draft(3).counts.tolist() == [3, 3]
+    assert len(few.drafts._scratch) == len(many.drafts._scratch)
 
 
 @pytest.mark.parametrize("steps", [2, 9])
@@ -260,9 +274,6 @@ def test_copied_blocks_serve_another_row(kernels: str) -> None:
     assert_same(of_row(drafted, 0), of_row(drafted, 1))
     scratch = 1 if kernels == "torch" else 0
     assert rows.kv.nbytes == (rows.kv.num_blocks + scratch) * rows.drafter.kv_bytes_per_block(16)
-    if kernels == "native":
-        with pytest.raises(BackendError, match="copy_blocks"):
-            rows.drafter.copy_blocks(rows.kv, [0], [rows.kv.num_blocks])
 
 
 @both
@@ -307,15 +318,11 @@ def test_native_refuses_what_it_cannot_read() -> None:
     with pytest.raises(BackendError, match="position"):
         rows_of(eagle, [699]).draft(3)
     rows = rows_of(eagle, [9])
-    with pytest.raises(BackendError, match="match rates"):
-        rows.draft(2, np.ones((DEPTHS, BUCKETS - 1), np.float32))
-    with pytest.raises(BackendError, match="drafts for 2 rows"):
-        rows.drafts.draft(np.ones(2, np.int32), ONES, 0.0)
     rows.outputs[0, 0] = CONFIGS["llama"].vocab_size
     with pytest.raises(BackendError, match="token id"):
         rows.draft(2)
     wide = replace(rows.rows, outputs=rows.outputs.astype(np.int64))
-    with pytest.raises(BackendError, match="outputs must be"):
+    with pytest.raises(AssertionError, match="outputs"):
         eagle.row_drafter(rows.kv, wide, rows.pages, 4)
     with pytest.raises(BackendError, match="block table"):
         rows.draft(50)
@@ -324,5 +331,3 @@ def test_native_refuses_what_it_cannot_read() -> None:
         rows.draft(2)
     with pytest.raises(BackendError, match="slot outside"):
         rows.feed(0, 1, 3)
-    with pytest.raises(BackendError, match="hidden states"):
-        eagle.check_pages(rows.pages.bfloat16(), rows.kv)

@@ -30,6 +30,7 @@ from tests.helpers.tiny_drafters import (
     lookup_tables,
     random_drafter,
     random_sequence,
+    spread,
 )
 
 STEPS, LENGTH = 4, 20
@@ -62,7 +63,7 @@ def our_logits(config: DrafterConfig, base: int) -> torch.Tensor:
     with torch.no_grad():
         outputs = model.unroll(embed, batch, PairLayout(batch), STEPS)
         outputs = torch.stack([o[base - sequence.first_base] for o in outputs])
-        return model.spread(model.logits(outputs, head))
+        return spread(model, model.logits(outputs, head))
 
 
 def engine_logits(engine: engine_drafters.Drafter, config: DrafterConfig, base: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.keys import request_key
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence
+from tests.helpers.tiny_drafters import DEEP, FAMILIES, lookup_tables, random_drafter, random_sequence, spread
 from tests.helpers.tiny_models import random_weights
 
 CONFIG = replace(FAMILIES["qwen3"], vocab_size=3)  # few tokens: drafts match by chance
@@ -123,6 +123,6 @@ def test_overlap_of_a_reduced_vocabulary_is_over_the_whole(temperature: float) -
     for step, output in enumerate(outputs):
         there = layout.existing(step)
         target = batch.hidden[layout.base_rows[there] + step, -head.shape[1] :]
-        q = (model.spread(model.logits(output[there])) / temperature).softmax(-1)
+        q = (spread(model, model.logits(output[there])) / temperature).softmax(-1)
         want.append(float(torch.minimum((target @ head.T / temperature).softmax(-1), q).sum(-1).mean()))
     assert got.overlap == pytest.approx(want, abs=1e-5)

@@ -8,6 +8,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.rollout.speculation.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
@@ -26,9 +27,8 @@ class World:
         self.strategy = NO_DRAFT
         self.recorded: list[StepMeasurement] = []
         self.rows = RunningRows(4, 16, 4, 50, max_output=64)
-        self.speculator = Speculator(
-            self, self, self.rows, lambda nodes: nodes, TensorParallel(), clock=lambda: self.now
-        )
+        parts = self, self, self.rows, lambda nodes: nodes, TensorParallel(), PreRollouts(self.rows, 16, None)
+        self.speculator = Speculator(*parts, clock=lambda: self.now)
         request = make_request(0, [1, 2], [3])
         request.params = SamplingParams(max_tokens=40)
         self.rows.start(request, [0], 2, 2)

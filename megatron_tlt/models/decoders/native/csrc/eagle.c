@@ -145,7 +145,7 @@ typedef struct {
     int32_t *identity, *visible; /* [B] 0, 1, ...; first visible position by row */
     int32_t *tokens, *feature;   /* [B][D] */
     float *acceptance;           /* [B][D] */
-    float *logits, *own;         /* [B][V]; [B][Vd] of a reduced vocabulary */
+    float *logits;               /* [B][Vd] over the drafter's vocabulary */
     num *hidden;                 /* [B][H] */
     Best *best;
     uint64_t *keys; /* [B] of the tokens that are drawn next, */
@@ -170,10 +170,9 @@ static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *
     c->tokens = take(&base, 4 * drafted);
     c->feature = take(&base, 4 * drafted);
     c->acceptance = take(&base, 4 * drafted);
-    c->logits = take(&base, 4 * b * (size_t)e->vocab);
-    c->own = e->ids ? take(&base, 4 * b * (size_t)m->vocab) : c->logits;
+    c->logits = take(&base, 4 * b * (size_t)m->vocab);
     c->hidden = take(&base, sizeof *c->hidden * b * (size_t)m->hidden);
-    c->best = take(&base, sizeof *c->best * b * (size_t)tlt_segments(e->vocab));
+    c->best = take(&base, sizeof *c->best * b * (size_t)tlt_segments(m->vocab));
     c->keys = take(&base, sizeof *c->keys * b);
     c->heat = take(&base, sizeof *c->heat * b);
     return base;
@@ -260,18 +259,19 @@ static int record(const TltDraft *d, const Scratch *c, long row, long l, const B
 
 /* The candidates at draft position l of the active rows; those that go on stay active. */
 static void draw(const TltDraft *d, const TltEagle *e, Scratch *c, long l) {
-    const int n = e->model.vocab > 1 ? 2 : 1;
+    const int32_t vocab = e->model.vocab;
+    const int n = vocab > 1 ? 2 : 1;
     const long before = c->active;
     for (long i = 0; i < before; i++) {
         const long row = c->row[i];
         c->keys[i] = row_key(d->keys[row], d->output_len[row] + l);
         c->heat[i] = d->temperature[row];
     }
-    const Scoring drawn = {c->logits, before, e->vocab, e->vocab, n, c->heat, c->keys, c->best};
+    const Scoring drawn = {c->logits, before, vocab, vocab, n, c->heat, c->keys, e->ids, c->best};
     tlt_score(&drawn);
     c->active = 0;
     for (long i = 0; i < before; i++) {
-        const Best *best = &c->best[i * tlt_segments(e->vocab)];
+        const Best *best = &c->best[i * tlt_segments(vocab)];
         const long row = c->row[i], position = c->next_position[i] + 1L;
         if (!record(d, c, row, l, best, n > 1)) continue;
         const long kept = c->active++;
@@ -283,20 +283,6 @@ static void draw(const TltDraft *d, const TltEagle *e, Scratch *c, long l) {
     }
 }
 
-typedef struct {
-    const TltEagle *e;
-    const Scratch *c;
-} Spread;
-
-/* A row's logits over a reduced vocabulary to those over the policy's: no draft is a token outside it. */
-static void spread_unit(void *arg, long row) {
-    const Spread *s = arg;
-    const long own = s->e->model.vocab, all = s->e->vocab;
-    float *out = s->c->logits + row * all;
-    for (long v = 0; v < all; v++) out[v] = -INFINITY;
-    for (long v = 0; v < own; v++) out[s->e->ids[v]] = s->c->own[row * own + v];
-}
-
 /* Logits and outputs of the active rows' next pairs. Row i's replace row i of the last ones: hidden states are read
  * before, a chunk's rows being taken from the same or later rows. */
 static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
@@ -304,7 +290,7 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
     const TltStep s = {.tokens = (int32_t)c->active, .logits_rows = (int32_t)c->active, .max_blocks = d->max_blocks,
                        .num_blocks = d->num_blocks, .block_size = d->block_size, .token_ids = c->next_token,
                        .positions = c->next_position, .slots = c->next_slot, .block_tables = d->block_tables,
-                       .logit_rows = c->identity, .kv = d->kv, .logits = c->own};
+                       .logit_rows = c->identity, .kv = d->kv, .logits = c->logits};
     r->s = &s;
     r->wanted = 0;
     g->out = c->hidden;
@@ -320,8 +306,6 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
         tlt_parallel(r->rows, output_unit, g);
         tlt_run_head(r);
     }
-    Spread spread = {g->e, c};
-    if (g->e->ids) tlt_parallel(c->active, spread_unit, &spread);
     g->states = c->hidden;
     g->is_output = 1;
 }

@@ -15,7 +15,7 @@ typedef struct {
     const num *fc;   /* packed panels [H][2H]; eagle3: [H][3H] */
     num *pair;       /* [max_rows][3H up to a multiple of 64, + 64] */
     const float *hidden_norm; /* [Hp]; NULL: kind eagle */
-    const int32_t *ids;       /* [model.vocab] the policy's ids of the drafter's tokens; NULL: they are the same */
+    const int32_t *ids;       /* [model.vocab, up to a multiple of VW] the policy's ids of the drafter's tokens; NULL: the same */
     int32_t vocab, state_width, norm_before_residual; /* V of the policy; W; whether the residual stream is normed first */
 } TltEagle;
 

@@ -26,13 +26,10 @@ INLINE uint64_t row_key(uint64_t request_key, int64_t position) {
     return MIX(request_key ^ (uint64_t)position * 0xE7037ED1A0B428DBull);
 }
 
-/* Gumbel noise of VW tokens from `token` on. Even and odd tokens are hashed apart and meet as the low and high halves
- * of 64-bit lanes, which puts them in order without a shuffle. */
-INLINE vf gumbel(uint64_t key, int64_t token) {
-    vq even;
-    for (int i = 0; i < VW / 2; i++) even[i] = (uint64_t)(2 * i + 1) * TOKEN_STEP;
-    even = even + (key + (uint64_t)token * TOKEN_STEP);
-    const vq bits = MIX(even) >> 40 | MIX(even + TOKEN_STEP) >> 40 << 32;
+/* Gumbel noise of VW tokens, by their key + (token + 1) * TOKEN_STEP. Even and odd tokens are hashed apart and meet as
+ * the low and high halves of 64-bit lanes, which puts them in order without a shuffle. */
+INLINE vf gumbel_of(vq even, vq odd) {
+    const vq bits = MIX(even) >> 40 | MIX(odd) >> 40 << 32;
     const vf m = __builtin_convertvector((vi)bits, vf);
     const vf unit = vset(5.9604644775390625e-8f); /* 2^-24 */
     vi upper = m >= vset(8388608.0f);
@@ -46,6 +43,20 @@ INLINE vf gumbel(uint64_t key, int64_t token) {
     f = vselect(upper, vselect(near_one, -w, vset(1.0f) - (w + w)), f);
     e = vselect(upper, vselect(near_one, vzero(), vset(-1.0f)), e);
     return -vlog(-vlog_parts(e, f));
+}
+
+/* Of VW tokens from `token` on; of those at `ids`. */
+INLINE vf gumbel(uint64_t key, int64_t token) {
+    vq even;
+    for (int i = 0; i < VW / 2; i++) even[i] = (uint64_t)(2 * i + 1) * TOKEN_STEP;
+    even = even + (key + (uint64_t)token * TOKEN_STEP);
+    return gumbel_of(even, even + TOKEN_STEP);
+}
+
+INLINE vf gumbel_at(uint64_t key, const int32_t *ids) {
+    vq both;
+    memcpy(&both, ids, sizeof both);
+    return gumbel_of(key + ((both & 0xFFFFFFFFu) + 1) * TOKEN_STEP, key + ((both >> 32) + 1) * TOKEN_STEP);
 }
 
 #endif

@@ -56,6 +56,8 @@ static void score_unit(void *arg, long unit) {
     const int64_t segments = tlt_segments(s->vocab), row = unit / segments, first = unit % segments * SEGMENT;
     const int64_t count = s->vocab - first < SEGMENT ? s->vocab - first : SEGMENT, whole = count / VW * VW;
     const float *logits = s->logits + row * s->stride + first, t = s->temperature[row];
+    const int32_t *ids = s->ids ? s->ids + first : NULL;
+    const uint64_t key = s->keys[row];
     const vf divisor = vset(t > 0 ? t : 1.0f);
     Best best = {.sum = 0};
     float x[SEGMENT]; /* filled up to whole vectors with scores that cannot win */
@@ -63,10 +65,11 @@ static void score_unit(void *arg, long unit) {
     for (int64_t v = 0; v < whole; v += VW) vstore(x + v, vload(logits + v) / divisor);
     for (int64_t v = whole; v % VW || v < count; v++) x[v] = v < count ? logits[v] / divisor[0] : -INFINITY;
     measure(x, count, &best);
-    for (int64_t v = 0; v < count && t > 0; v += VW) vstore(x + v, vload(x + v) + gumbel(s->keys[row], first + v));
+    for (int64_t v = 0; v < count && t > 0 && !ids; v += VW) vstore(x + v, vload(x + v) + gumbel(key, first + v));
+    for (int64_t v = 0; v < count && t > 0 && ids; v += VW) vstore(x + v, vload(x + v) + gumbel_at(key, ids + v));
     for (int64_t v = 0; v < count; v += VW) {
         if (!any(vload(x + v) > vset(best.score[s->n - 1]))) continue;
-        for (int64_t i = v; i < v + VW && i < count; i++) offer(&best, s->n, x[i], (int32_t)(first + i));
+        for (int64_t i = v; i < v + VW && i < count; i++) offer(&best, s->n, x[i], ids ? ids[i] : (int32_t)(first + i));
     }
     s->best[unit] = best;
 }
@@ -88,7 +91,7 @@ int tlt_keyed_sample(const float *logits, int64_t rows, int64_t vocab, int64_t s
     const int64_t segments = tlt_segments(vocab);
     Best *best = malloc((size_t)(rows * segments) * sizeof *best);
     if (rows > 0 && !best) return TLT_NO_MEMORY;
-    const Scoring s = {logits, rows, vocab, stride, 1, temperature, keys, best};
+    const Scoring s = {logits, rows, vocab, stride, 1, temperature, keys, NULL, best};
     tlt_team_open(rows * segments < threads ? (int)(rows * segments) : threads);
     tlt_score(&s);
     tlt_team_close();

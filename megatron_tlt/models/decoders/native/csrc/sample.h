@@ -18,6 +18,7 @@ typedef struct {
     int n;                    /* candidates wanted, at most TOPK_MOST and the vocabulary */
     const float *temperature; /* [rows], 0: no noise */
     const uint64_t *keys;     /* [rows] row keys */
+    const int32_t *ids;       /* [vocab, up to a multiple of VW] ascending tokens of the columns; NULL: 0, 1, ... */
     Best *best;               /* [rows][tlt_segments(vocab)] */
 } Scoring;
 

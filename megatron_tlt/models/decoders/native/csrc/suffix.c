@@ -182,13 +182,6 @@ void tlt_suffix_free(SuffixPool *pool) {
     free(pool);
 }
 
-int64_t tlt_suffix_bytes(const SuffixPool *pool) { return pool->bytes; }
-
-/* Nodes of a trie, the root among them. */
-int64_t tlt_suffix_nodes(const SuffixPool *pool, int32_t trie) {
-    return trie >= 0 && trie < pool->tries ? pool->trie[trie]->nodes : 0;
-}
-
 static SuffixTrie *new_trie(SuffixPool *pool) {
     SuffixTrie *t = resize(pool, NULL, 0, (int64_t)sizeof *t);
     if (!t) return NULL;
@@ -291,22 +284,4 @@ int tlt_suffix_follow(SuffixPool *pool, const SuffixRows *q) {
 int64_t tlt_suffix_length(const SuffixPool *pool, int32_t trie, int32_t sequence) {
     const SuffixTrie *t = get(pool, trie);
     return t && sequence >= 0 && sequence < (int32_t)t->texts ? (int64_t)t->text[sequence].length : -1;
-}
-
-/* Occurrences of a string of at most depth + 1 tokens (a prefix of it may be remembered as text only). */
-int64_t tlt_suffix_count(const SuffixPool *pool, int32_t trie, const int32_t *tokens, int32_t n) {
-    const SuffixTrie *t = get(pool, trie);
-    uint32_t v = 0;
-    if (!t || n < 1) return 0;
-    for (int32_t i = 0; i < n; i++) {
-        if (t->node[v].lazy) {
-            const SuffixText *s = &t->text[t->node[v].head];
-            const uint32_t from = t->node[v].total, left = s->length - from;
-            if (left < (uint32_t)(n - i) || memcmp(s->text + from, tokens + i, 4 * (size_t)(n - i))) return 0;
-            return 1;
-        }
-        v = suffix_find(t, v, tokens[i]);
-        if (!v) return 0;
-    }
-    return t->node[v].count;
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_tlt.models.decoders.torch.kernels.experts import mix_experts, route
 from megatron_tlt.models.decoders.torch.kernels.products import product
+from megatron_tlt.models.decoders.torch.kernels.sampling import best_candidates
 from megatron_tlt.models.decoders.torch.layers import PLAIN, HeadNorms, LayerOps
 
 _WIDTH = 1024  # elements of the MLP's width a program
@@ -66,7 +67,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
     return out
 
 
-FUSED = LayerOps(PLAIN.product, add_norm, rotate_into, gated_silu, route, mix_experts)
+FUSED = LayerOps(PLAIN.product, add_norm, rotate_into, gated_silu, route, mix_experts, best_candidates)
 INVARIANT = FUSED._replace(product=product, mix_experts=partial(mix_experts, is_invariant=True))
 
 

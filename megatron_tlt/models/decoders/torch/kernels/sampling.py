@@ -60,17 +60,24 @@ def draw(
     return out
 
 
-def best_candidates(logits: Tensor, keys: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_candidates(
+    logits: Tensor, keys: Tensor, temperature: Tensor, count: int, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Scores float32 [R, count] and tokens int32 [R, count] of the largest logits / T + noise, best first.
 
     As `models.keyed_noise.best_candidates`; `logits` float32 [R, V] are overwritten.
     """
-    assert logits.is_contiguous() and logits.dtype == torch.float32
+    assert logits.is_contiguous() and logits.dtype == torch.float32 and (ids is None or ids.is_contiguous())
     rows, vocab = logits.shape
     scores = torch.empty(rows, count, device=logits.device)
     tokens = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
     _best_candidates[(rows,)](
-        *(logits, keys, temperature, scores, tokens, vocab), COUNT=count, N=_BLOCK, num_warps=_WARPS
+        *(logits, keys, temperature, keys if ids is None else ids, scores, tokens, vocab),
+        HAS_IDS=ids is not None,
+        BY_ROW=ids is not None and ids.ndim == 2,
+        COUNT=count,
+        N=_BLOCK,
+        num_warps=_WARPS,
     )
     return scores, tokens
 
@@ -200,29 +207,34 @@ def _draw(  # type: ignore[no-untyped-def]
 
 @jit
 def _best_candidates(  # type: ignore[no-untyped-def]
-    logits, keys, temperatures, scores, tokens, vocab, COUNT: tl.constexpr, N: tl.constexpr
-):
-    """One row: its scores are computed once and kept in place of the logits, then read once a candidate."""
+    logits, keys, temperatures, ids, scores, tokens, vocab, HAS_IDS: tl.constexpr, BY_ROW: tl.constexpr,
+    COUNT: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """One row: its scores are computed once and kept in place of the logits, then read once a candidate. `ids` are the
+    tokens of the columns, of all rows or of each.
+    """
     row, lane = tl.program_id(0), tl.arange(0, N)
     key, heat = tl.load(keys + row).to(tl.uint64, bitcast=True), tl.load(temperatures + row)
     is_hot = heat > 0
     divisor = tl.where(is_hot, heat, 1.0)
     line = logits + row.to(tl.int64) * vocab
+    names = ids + row.to(tl.int64) * vocab if BY_ROW else ids
     for v0 in range(0, vocab, N):
         at = v0 + lane
         found = _scores(line, at, vocab, divisor)
-        tl.store(line + at, tl.where(is_hot, found + _gumbel(key, at), found), mask=at < vocab)
+        named = tl.load(names + at, mask=at < vocab, other=0) if HAS_IDS else at
+        tl.store(line + at, tl.where(is_hot, found + _gumbel(key, named), found), mask=at < vocab)
     tl.debug_barrier()
     last, taken = tl.full((), float("inf"), tl.float32), tl.full((), -1, tl.int32)
     for rank in range(COUNT):
-        best, ids = tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.int32) + vocab
+        best, columns = tl.full((N,), float("-inf"), tl.float32), tl.zeros((N,), tl.int32) + vocab
         for v0 in range(0, vocab, N):
             at = v0 + lane
             found = tl.load(line + at, mask=at < vocab, other=float("-inf"))
             is_left = (found < last) | ((found == last) & (at > taken))
-            is_better = is_left & (at < vocab) & ((found > best) | (ids == vocab))
-            best, ids = tl.where(is_better, found, best), tl.where(is_better, at, ids)
+            is_better = is_left & (at < vocab) & ((found > best) | (columns == vocab))
+            best, columns = tl.where(is_better, found, best), tl.where(is_better, at, columns)
         last = tl.max(best, 0)
-        taken = tl.minimum(tl.min(tl.where(best == last, ids, vocab), 0), vocab - 1)
+        taken = tl.minimum(tl.min(tl.where(best == last, columns, vocab), 0), vocab - 1)
         tl.store(scores + row * COUNT + rank, last)
-        tl.store(tokens + row * COUNT + rank, taken)
+        tl.store(tokens + row * COUNT + rank, tl.load(names + taken) if HAS_IDS else taken)

@@ -100,13 +100,16 @@ def test_ends_of_the_range_of_logits() -> None:
     assert bool(((token >= 0) & (token < 200)).all()) and bool(logprob.isnan().all())
 
 
+@pytest.mark.parametrize("of", ["all tokens", "some tokens", "some of each row"])
 @pytest.mark.parametrize(("vocab", "count"), [(3, 3), (4, 1), (300, 4)])
-def test_candidates_of_a_drafter_are_the_largest_scores(vocab: int, count: int) -> None:
+def test_candidates_of_a_drafter_are_the_largest_scores(vocab: int, count: int, of: str) -> None:
     rows = rows_of(8)
+    ids = torch.argsort(logits_of(8, 2 * vocab))[:, :vocab]  # of 2V tokens
+    given = {"all tokens": None, "some tokens": ids[0], "some of each row": ids.contiguous()}[of]
     keys, heat = key_tensor(rows.keys, DEVICE), torch.from_numpy(rows.temperature).to(DEVICE)
     logits = logits_of(8, vocab)
-    want = best_candidates(logits, keys, heat, count)
-    got = sampling.best_candidates(logits.clone(), keys, heat, count)
+    want = best_candidates(logits, keys, heat, count, given)
+    got = sampling.best_candidates(logits.clone(), keys, heat, count, given)
     assert got[1].tolist() == want[1].tolist()
     torch.testing.assert_close(got[0], want[0], atol=1e-6, rtol=1e-6)
 
