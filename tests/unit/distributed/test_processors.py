@@ -7,7 +7,7 @@ import pytest
 from megatron_tlt.distributed.processors import engine_cpus, mixed_processors
 from megatron_tlt.trainer import input_warnings
 from megatron_tlt.trainer.preflight import check_report
-from tests.unit.trainer.test_preflight import make
+from tests.helpers.checked_configs import make
 
 
 def test_unlike_processors_are_named_with_their_ranks():

@@ -25,7 +25,6 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer import preflight
-from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import (
     _problems_of_large_files,
     check_on,
@@ -36,29 +35,11 @@ from megatron_tlt.trainer.preflight import (
     without_training,
 )
 from tests.helpers.chat_models import remove_tokenizer, save_letters
+from tests.helpers.checked_configs import ARCHITECTURE, make
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights
 from tests.helpers.trtllm_engines import python_with
-
-ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
-REWARDS = Path(__file__).parents[1] / "rewards/user_rewards.py"
-ARCHITECTURE = {
-    "family": "qwen3",
-    "vocab_size": 288,
-    "hidden_size": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-}
-
-
-def make(**sections) -> Config:
-    model = {"path": "not/here", "architecture": ARCHITECTURE}
-    tree = {"model": model, "data": {"train": {"tasks": [{"name": "chain_sum"}]}}}
-    return Config.model_validate({**tree, **sections})
 
 
 def test_a_sound_config_reports_without_its_files():
@@ -218,97 +199,6 @@ def test_a_drafter_that_is_not_here_says_which_vocabulary_is_planned():
 
     assert "the plan assumes 288 tokens (the policy's vocabulary; rollout.speculation.draft_vocab_size" in warning()
     assert warning(draft_vocab_size=64).endswith("assumes 64 tokens (rollout.speculation.draft_vocab_size)")
-
-
-def test_a_reward_that_fails_is_a_warning_before_the_run(tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text("def none(p, a, r, m): pass\ndef one(p, a, r, m): return 1\ndef bad(p, a, r, m): return r[0]\n")
-
-    def said(name: str) -> str:
-        return check_report(make(rewards={"functions": [{"name": "python", "path": f"{file}:{name}"}]}), 4)
-
-    of = "of an empty response to the first prompt"
-    failed = f"\nwarning: rewards {of} failed, which counts 0: "
-    assert f"{failed}none: ValueError: returned None (NoneType): must be a number or a boolean" in said("none")
-    assert f"\nRewards {of}: one 1\n" in said("one")
-    assert f"{failed}bad: IndexError" in said("bad")
-
-
-def test_check_names_the_functions_that_a_correct_response_needs():
-    form = {"name": "format", "pattern": "4.*"}
-    both = make(rewards={"functions": [{"name": "task", "threshold": 0.9}, form]})
-    needs = "a response with all of: task at least 0.9 (rewards.functions.0), format at least 1 (rewards.functions.1);"
-    assert needs in check_report(both, 4)
-    bonus = make(rewards={"functions": [{"name": "task"}, form | {"threshold": None}]})
-    assert "a response with all of" not in check_report(bonus, 4)
-
-
-def test_a_kl_term_without_gradient_is_a_warning_of_check():
-    report = check_report(make(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"}), 4)
-    assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
-
-
-@pytest.mark.parametrize(
-    ("lr", "vocab_size", "actor", "says"),
-    [
-        (2e-4, 1_000_000, {}, "0.0002 is high for RL of all of 1.28e+08 parameters, usually 1e-6 to 2e-05"),
-        (2e-5, 1_000_000, {}, None),
-        (2e-4, 288, {}, None),
-        (2e-4, 1_000_000, {"lora": {"rank": 8}}, None),
-        (1e-3, 1_000_000, {"lora": {"rank": 8}}, "0.001 is high for RL of adapters of 1.28e+08 parameters"),
-        (1e-6, 288, {"lora": {"rank": 8}}, "1e-06 is usual for full training; adapters learn with about ten times as"),
-    ],
-)
-def test_a_learning_rate_that_does_not_fit_the_model_is_a_warning(lr, vocab_size, actor, says):
-    """Of `check`, and of a start, which logs the same list; of fine-tuning only where it is too low for adapters."""
-    model = {"path": "not/here", "architecture": ARCHITECTURE | {"vocab_size": vocab_size}}
-    config = make(model=model, optimizer={"lr": lr}, actor=actor)
-    found = [text for text in input_warnings(config, "cpu") if text.startswith("optimizer.lr = ")]
-    assert [f"optimizer.lr = {says}" in text for text in found] == ([] if says is None else [True])
-    assert all(f"\nwarning: {text}\n" in check_report(config, 1, elsewhere=True) for text in found)
-    sft = SftConfig.model_validate({"model": model, "optimizer": {"lr": lr}, "sft": {"train_path": "t", "out": "o"}})
-    assert not any("high for RL" in text for text in input_warnings(sft, "cpu"))
-
-
-@pytest.mark.parametrize(("warmup", "says"), [(4, []), (8, ["optimizer.warmup_steps = 8 exceeds the 4 optimizer"])])
-def test_a_warm_up_beyond_the_last_step_is_a_warning(warmup, says):
-    optimizer = {"lr": 1e-5, "warmup_steps": warmup}
-    sft = {"train_path": "t", "out": "o", "num_steps": 4}
-    tuned = SftConfig.model_validate({"model": {"path": "not/here"}, "optimizer": optimizer, "sft": sft})
-    for config in (tuned, make(optimizer=optimizer, train={"num_steps": 4})):
-        found = [text for text in input_warnings(config, "cpu") if "warmup" in text]
-        assert [text[: len(says[0])] for text in found] == says
-
-
-def test_modules_to_recompute_that_nothing_reads_are_a_warning():
-    for recompute, modules, is_named in (("none", ["mlp"], True), ("selective", ["mlp"], False), ("none", None, False)):
-        actor = {"recompute": recompute, **({} if modules is None else {"recompute_modules": modules})}
-        found = [text for text in input_warnings(make(actor=actor), "cpu") if "recompute" in text]
-        assert len(found) == is_named and all("[mlp] has no effect with actor.recompute = none" in t for t in found)
-
-
-def test_an_environment_is_played_before_a_run():
-    own = {"functions": [{"name": "python", "path": f"{REWARDS}:good"}]}
-    report = check_report(make(env={"path": f"{ENVIRONMENTS}:Act"}, rewards=own), 4)
-    assert "\nEnvironment: a scripted episode" in report
-    assert "\nRewards of an empty response to the first prompt: good 0\n" in report, "also beside an environment"
-    assert "do not count" not in report
-    with pytest.raises(ConfigError, match="function of prompt, seed and turns"):
-        check_report(make(env={"path": f"{ENVIRONMENTS}:Dice"}), 4)
-
-
-def test_rewards_of_an_environment_that_has_none_or_that_nothing_reads_are_named():
-    functions = [{"name": "task"}, {"name": "env"}]
-    for env, rewards in (({"kind": "calculator"}, functions), ({"path": f"{ENVIRONMENTS}:Echo"}, functions[1:])):
-        (problem,) = input_problems(make(env=env, rewards={"functions": rewards}))
-        assert problem.path == f"rewards.functions.{len(rewards) - 1}.name"
-        assert "0 for every response" in problem.allowed and "without score" in problem.allowed
-    shop = {"path": f"{ENVIRONMENTS}:Shop"}
-    assert not input_problems(make(env=shop, rewards={"functions": functions}))
-    for env, count in ((shop, 1), ({"kind": "number_guess"}, 1), ({"kind": "calculator"}, 0)):
-        found = [text for text in input_warnings(make(env=env), "cpu") if "do not count, only task" in text]
-        assert len(found) == count
-    assert not [t for t in input_warnings(make(env=shop, rewards={"functions": functions}), "cpu") if "count" in t]
 
 
 def test_tasks_rewards_and_layout_are_wrong_at_once():
