@@ -64,7 +64,7 @@ class SpeculationSection(Section):
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
-    decoding is faster. Its trials of other draft lengths take 1 % of the time."""
+    decoding is faster. Its trials of other draft lengths take 1 % of the time, the first ones more."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row."""
     suffix: SuffixSection = SuffixSection()
