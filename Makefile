@@ -63,7 +63,7 @@ unit: setup-dev  ## Run pytest only, JOBS tests at a time; PYTEST_ARGS="-k confi
 test-all: setup-dev lint types imports  ## Run also the tests marked ci and nightly (an hour more on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-gpu-check: setup  ## What only a GPU can say, in ten minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses
+gpu-check: setup  ## What only a GPU can say, in some 15 minutes; ARGS="--parts kernels decode" chooses, "--device cpu --smoke" rehearses
 	$(BIN)/python benchmarks/gpu_check.py --out runs/gpu-check.json $(ARGS)
 
 # For a machine without network that has torch and transformers of its own: docs/guides/gpu_check.md.

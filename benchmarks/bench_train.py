@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu.check import random_weights
 from megatron_tlt.actor.compat import HAS_CUDA
 from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.config.actor import ADAM_EPS, ActorSection, OptimizerSection
@@ -128,14 +129,6 @@ class PlainPolicy:
         return -F.cross_entropy(logits, labels, reduction="none"), entropy, advantages
 
 
-def random_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Matrices of normal(0, 0.02), norms of ones."""
-    generator = torch.Generator().manual_seed(0)
-    for name, shape in config.parameter_shapes().items():
-        is_norm = len(shape) == 1
-        yield name, torch.ones(shape) if is_norm else torch.randn(shape, generator=generator) * 0.02
-
-
 def measure(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds per call, the sides taking turns; one warm-up each."""
     for call in sides.values():
@@ -157,7 +150,7 @@ def bench(world: World, model: str, kind: str, threads: int, count: int, repeats
     sequences = make_sequences(kind, count, config.vocab_size)
     tokens, denominator = sum(s.trajectory.length for s in sequences), float(sum(len(s.advantages) for s in sequences))
     with tempfile.TemporaryDirectory() as scratch:
-        save_hf(scratch, config, random_weights(config))
+        save_hf(scratch, config, random_weights(config.parameter_shapes()).items())
         ours = MegatronPolicy(
             world, ModelSection(path=scratch), ActorSection(micro_batch_tokens=BUDGET), section, Surrogate(), 1000
         )

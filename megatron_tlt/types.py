@@ -417,6 +417,8 @@ class EngineStats:
     generated_tokens: int = 0
     finished_requests: int = 0
     preemptions: int = 0
+    graph_replays: int = 0  # forwards, also a drafter's, by a captured graph
+    graph_misses: int = 0  # those that could have one and ran without
     turns: int = 0  # drawn to their end and passed to an environment
     given_tokens: int = 0
     parked_seconds: float = 0.0  # in which every request waited for its environment; not in `seconds`

@@ -7,7 +7,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -59,9 +59,9 @@ class Check:
             return TINY
         wanted = self.config().model.architecture
         assert wanted is not None, f"{self.recipe} has no model.architecture"
-        fields = {name: getattr(wanted, name) for name in type(wanted).model_fields}
+        same = {field.name: getattr(wanted, field.name) for field in fields(ModelConfig) if hasattr(wanted, field.name)}
         layout = {"qk_norm": wanted.family == "qwen3", "qkv_bias": wanted.family == "qwen2"}
-        return ModelConfig(**fields, **layout, max_position_embeddings=MAX_POSITIONS)
+        return ModelConfig(**same, **layout, max_position_embeddings=MAX_POSITIONS)
 
     def random_policy(self, of: ModelConfig | None = None) -> Path:
         """A Hugging Face directory with random weights of `shape()`, or `of`, and a tokenizer of its vocabulary."""

@@ -67,6 +67,9 @@ def judge(check: Check, pair: Pair, found: Result) -> None:
         found.fail(f"{pair.name}: {len(same)} of {pair.steps} steps are in the metrics")
     if pair.must_agree and not all(same):
         found.fail(f"{pair.name}: responses differ with TLT in step {same.index(False) + 1}")
+    norms = [[row.get("policy/grad_norm") for row in rows[mode]] for mode in ("off", "on")]
+    if pair.must_agree and norms[0] != norms[1]:
+        found.fail(f"{pair.name}: gradients differ with TLT: their norms are {norms[0]} and {norms[1]}")
     if not trained:
         found.fail(f"{pair.name}: the drafter was not trained")
     if not any(row.get("policy/grad_norm", 0.0) > 0 for row in rows["on"]):
@@ -133,8 +136,8 @@ def settings(check: Check, folder: Path, steps: int) -> dict[str, Any]:
         "checkpoint": {"every": 0, "resume": "never"},
         "observe": {"tensorboard": False, "progress": "none", "samples_per_step": SAMPLES * PROMPTS},
     }
-    if check.is_cuda:
-        return tree
+    if check.is_cuda:  # the GPU that is here has its own size
+        return tree | {"cluster": {"memory_gib": None}}
     small = {
         "actor": {"dtype": "fp32", "micro_batch_tokens": 512, "recompute": "none"},
         "rollout": {"dtype": "fp32", "max_tokens": 24, "samples_per_prompt": 4, "max_running_requests": 8, **FIXED},

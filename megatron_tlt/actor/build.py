@@ -28,6 +28,7 @@ from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Router, Routing
 from megatron_tlt.actor.weights import mark_partial, mark_shards
 from megatron_tlt.config.actor import ActorSection, LoraSection
+from megatron_tlt.config.checks.layout import local_recompute
 from megatron_tlt.config.planning.policy import rotation_rows
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import DTYPES
@@ -85,6 +86,18 @@ def _has_packed_attention() -> bool:
     """
     major, _ = torch.cuda.get_device_capability()
     return major == 9 or (major == 10 and not torch.are_deterministic_algorithms_enabled())
+
+
+def kind_of_layers(actor: ActorSection) -> str:
+    """In words, with what of `recompute_modules` it leaves out. Raises ConfigError where that is all of them, and as
+    `uses_transformer_engine`.
+    """
+    if uses_transformer_engine(actor):
+        return "Transformer Engine's"
+    if problems := list(local_recompute(actor)):
+        raise ConfigError(problems)
+    keeps = actor.recompute == "selective" and "layernorm" in actor.recompute_modules
+    return "megatron-core's local ones" + ", which keep their norms (actor.recompute_modules: layernorm)" * keeps
 
 
 def packed_format(actor: ActorSection) -> str:
@@ -158,6 +171,8 @@ def transformer_config(config: ModelConfig, actor: ActorSection) -> TransformerC
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths refuse the default, with or without experts
         batch_p2p_comm=HAS_CUDA,
+        # the embedding's gradient; on a CPU that has one order in either form
+        deterministic_mode=HAS_CUDA and torch.are_deterministic_algorithms_enabled(),
         batch_p2p_sync=False,
         transformer_impl="transformer_engine" if uses_transformer_engine(actor) else "local",
         **_fusions(actor),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tlt.actor.base_fingerprint import base_fingerprint
-from megatron_tlt.actor.build import PolicyModel, packed_format, uses_transformer_engine
+from megatron_tlt.actor.build import PolicyModel, kind_of_layers, packed_format
 from megatron_tlt.actor.checkpoint import SaveHandle, load_model, load_policy, start_save
 from megatron_tlt.actor.checkpoint_files import (
     Manifest,
@@ -107,8 +107,7 @@ class MegatronPolicy:
         self.shards_optimizer = actor.shards_optimizer(optimizer, HAS_CUDA)
         self.groups = ActorGroups.create(world, self.dims)
         if world.device.type == "cuda":
-            kind = "Transformer Engine's" if uses_transformer_engine(actor) else "megatron-core's local ones"
-            _log.info("layers of the actor (actor.layer_spec = %s): %s", actor.layer_spec, kind)
+            _log.info("layers of the actor (actor.layer_spec = %s): %s", actor.layer_spec, kind_of_layers(actor))
         self.total_optimizer_steps = total_optimizer_steps
         self.policy_version = 0
         self._has_compiled = world.device.type != "cuda"

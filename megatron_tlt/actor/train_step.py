@@ -6,6 +6,7 @@ Legend: N response rows of a micro-batch, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,7 +56,8 @@ def accumulate_gradients(
     """Adds the gradient of sum(loss) / denominator over these micro-batches and all replicas. Collective.
 
     Replicas may bring different numbers of micro-batches, but at least one each. Mutates the gradient buffers, which
-    must be zero before. Returns metrics per micro-batch on the last stage, an empty list elsewhere.
+    must be zero before. Returns metrics per micro-batch on the last stage, an empty list elsewhere. With deterministic
+    algorithms (`train.deterministic`) an operation that has none raises RuntimeError with its name.
     """
 
     def finish(scored: Scored, logits: Tensor) -> tuple[Tensor, Tensor, Metrics]:
@@ -63,7 +65,21 @@ def accumulate_gradients(
         # Divided here, so megatron must not divide again: it does so only for a positive token count.
         return value / denominator, torch.zeros((), dtype=torch.int), metrics
 
-    return _run(model, ddp, batches, finish, forward_only=False)
+    with _no_nondeterministic_form():
+        return _run(model, ddp, batches, finish, forward_only=False)
+
+
+@contextmanager
+def _no_nondeterministic_form() -> Iterator[None]:
+    """Inside, deterministic algorithms raise where they would warn. Where they may warn, PyTorch's fused attention adds
+    gradients of queries on CUDA by atomic operations, in any order.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if mode else "default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def forward_logprobs(model: PolicyModel, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.distributed.launch import ON_THIS_MACHINE
 from megatron_tlt.distributed.processors import cpu_lines
+from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
 
 LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
 TRANSFORMER_ENGINE = "2.9", "2.12"  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
@@ -79,6 +80,8 @@ def describe() -> Iterator[Finding]:
 
 def check_gpu() -> Finding:
     """GPUs by `nvidia-smi`; one whose driver gives no answer counts where there is a device file."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return Finding("GPU", "absent", "CUDA_VISIBLE_DEVICES is empty: everything runs on the CPU")
     code, lines = _run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     if code == 0:
         return Finding("GPU", "ok", f"{len(lines)} x {lines[0]}")
@@ -94,13 +97,22 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
     versions = {name: version_of(name) for name in LIBRARIES}
     found = ", ".join(f"{name} {version or 'is not installed'}" for name, version in versions.items())
     yield Finding("libraries", "ok" if all(versions.values()) else "FAILED", found, "make setup")
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)
-    hint = "apt-get install gcc, or rollout.kernels=torch (slow on a CPU)"
-    yield Finding("C compiler", "ok" if compiler else "warning", compiler or "no cc, gcc or clang", hint)
+    yield check_compiler(has_gpu)
     yield check_torch(has_gpu)
     yield check_transformer_engine(has_gpu)
     if has_gpu:
         yield check_cudnn()
+
+
+def check_compiler(has_gpu: bool) -> Finding:
+    """A C compiler, and beside a GPU Python's headers: for the decoder in C, and for Triton."""
+    compiler = find_compiler()
+    if has_gpu and (missing := missing_for_triton()) is not None:
+        return Finding(
+            "C compiler", "FAILED", missing, "apt-get install gcc python3-dev, on every node: Triton needs both"
+        )
+    hint = "apt-get install gcc, or rollout.kernels=torch (slow on a CPU)"
+    return Finding("C compiler", "ok" if compiler else "warning", compiler or "no cc, gcc or clang", hint)
 
 
 def check_torch(has_gpu: bool) -> Finding:

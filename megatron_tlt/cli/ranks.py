@@ -36,6 +36,15 @@ _OF_THE_MACHINE = (
     errno.ENFILE,
 )  # fmt: skip
 
+# Settings that a phase's memory depends on, by the phase's name.
+_ENGINE_MEMORY = "rollout.max_batched_tokens, rollout.kv_cache_mib, cluster.reserve_gib"
+_MEMORY = {
+    "update": "actor.micro_batch_tokens, actor.recompute, actor.offload_optimizer",
+    "logprobs": "actor.micro_batch_tokens, actor.offload_optimizer",
+    "weight_sync": "sync.bucket_mib, rollout.kv_cache_mib, cluster.reserve_gib",
+    "load": "rollout.kv_cache_mib, rollout.graph_memory_mib, cluster.reserve_gib",
+}
+
 
 def run_on_every_rank(section: DistributedSection, threads: int | None, body: Callable[[World], int | None]) -> int:
     """Runs `body(world)` on this rank of the job; any error ends every rank. Returns its exit code, None is 0.
@@ -125,12 +134,20 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 
 def failure_text(world: World, error: BaseException, behind: dict[int, str] | None) -> str:
-    """Rank, phase, step and error; for a timeout also the ranks `behind`, for a programming error the traceback."""
+    """Rank, phase, step and error; for a timeout also the ranks `behind`, for a lack of memory the phase's settings,
+    for a programming error the traceback.
+    """
+    from torch import OutOfMemoryError
+
     lines = [f"megatron-tlt: rank {world.rank} failed in {world.where}: {type(error).__name__}: {error}"]
     if behind is not None:
         ranks = [f"rank {rank} (still in {phase})" for rank, phase in behind.items()]
         missing = "; ".join(ranks) or "none: every rank reached this phase"
         lines.append(f"  waited {world.timeout_s:g} s (distributed.timeout_s); not arrived: {missing}")
-    if not isinstance(error, TltError) and not is_of_the_machine(error):
+    if isinstance(error, OutOfMemoryError):
+        phase = world.where.removeprefix("phase ").partition(",")[0]
+        settings = _MEMORY.get(phase, _ENGINE_MEMORY)
+        lines.append(f"  its memory depends on {settings}: docs/guides/memory.md")
+    elif not isinstance(error, TltError) and not is_of_the_machine(error):
         lines.append("".join(traceback.format_exception(error)))
     return printable("\n".join(lines))

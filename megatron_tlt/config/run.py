@@ -25,7 +25,8 @@ class TrainSection(Section):
     run_dir/nonfinite), or of rollouts of which dynamic sampling kept no group; 0: never."""
     deterministic: Literal["auto"] | bool = "auto"
     """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32). auto: true on
-    CPU; false on CUDA, where PyTorch's deterministic forms are slower ones."""
+    CPU; false on CUDA, where PyTorch's deterministic forms are slower ones. true: an operation of the update that has
+    none ends the run by its name."""
 
     def is_deterministic(self, device: str) -> bool:
         """`deterministic` on a device of this type."""

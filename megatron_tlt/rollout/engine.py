@@ -378,6 +378,8 @@ class Engine(DrivenEngine):
             preemptions=self.scheduler.num_preemptions,
             started=self._started,
         )
+        if self.runner.pool is not None:
+            stats.graph_replays, stats.graph_misses = self.runner.pool.graphs.take_counts()
         if self.speculator is not None:
             stats.speculation = self.speculator.counters.take()
         self._stats, self.scheduler.num_preemptions = EngineStats(), 0

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.memory import reset_cuda_peak
 
 StaticStep = Callable[[], object]
@@ -78,6 +79,7 @@ class GraphCache:
         self._pool = 0  # shared temporary memory, of the rank that has most
         self._graphs: dict[Hashable, Captured] = {}
         self.stats = GraphStats()
+        self._taken = 0, 0  # replays and eager steps, by `take_counts`
 
     @property
     def memory_bytes(self) -> int:
@@ -88,6 +90,20 @@ class GraphCache:
     def keys(self) -> list[Hashable]:
         """Keys of the captured steps, in the order of their capture."""
         return list(self._graphs)
+
+    @property
+    def report(self) -> str:
+        """A line: how many of the steps that were to be captured have a graph, and the memory."""
+        captured, limit = len(self._graphs), "" if self._budget is None else f" of {self._budget / 2**20:.0f}"
+        steps = f"{captured} of {captured + self.stats.refused} steps have a CUDA graph"
+        others = "; the others run without, slower: rollout.graph_memory_mib" * (self.stats.refused > 0)
+        return f"{steps}, in {self.memory_bytes / 2**20:.0f}{limit} MiB{others}"
+
+    def take_counts(self) -> tuple[int, int]:
+        """Replays and eager steps since the last call. Mutates."""
+        now, (replays, eager) = (self.stats.replays, self.stats.eager), self._taken
+        self._taken = now
+        return now[0] - replays, now[1] - eager
 
     def capture(self, key: Hashable, step: StaticStep) -> bool:
         """Captures `step` if the budget has room for it; returns whether it has. Mutates."""
@@ -149,14 +165,23 @@ class CudaCapturer(EagerCapturer):
         return int(torch.cuda.max_memory_allocated(self._device) - before)
 
     def capture(self, step: StaticStep) -> Captured:
-        """One graph. Errors of other threads' CUDA calls (a trainer's, NCCL's watchdog) do not end the capture."""
+        """One graph. Errors of other threads' CUDA calls (a trainer's, NCCL's watchdog) do not end the capture.
+
+        Raises BackendError for a step that cannot be captured, torch.OutOfMemoryError.
+        """
         # `torch.cuda.graph` empties the cache, too: that would free the warm-up's memory between the two measurements
         # and hide the memory of the capture.
         torch.cuda.empty_cache()
         free, reserved = self._free_bytes(), torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"):
-            step()
+        try:
+            with torch.cuda.graph(graph, pool=self._handle, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            first = error.__context__ or error  # the end of a capture that failed fails, too
+            raise BackendError(f"a CUDA graph: {first}; rollout.graph_memory_mib: 0 does without graphs") from error
         torch.cuda.synchronize(self._device)
         grown = max(0, int(torch.cuda.memory_reserved(self._device)) - int(reserved))
         self.pool_bytes += grown

@@ -15,6 +15,7 @@ Legend: S sequences, T their rows, B and k their buckets, M blocks of the longes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,6 +34,8 @@ from megatron_tlt.rollout.graph_capture import (
     GraphCache,
     StaticStep,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class GraphKey(NamedTuple):
@@ -101,6 +104,7 @@ class GraphPool:
             self.graphs.capture(key, step)
         for key in keys:
             self._capture(key)
+        _log.log(logging.WARNING if self.graphs.stats.refused else logging.INFO, self.graphs.report)
 
     def _capture(self, key: GraphKey) -> None:
         self.graphs.capture(key, self._step(key, self._staging.blank(key)))

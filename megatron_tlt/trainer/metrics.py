@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _NOT_OF_PROCESSES = {"preemptions", "prefill_steps"}  # which engines in processes of their own do not count
 _TURN_COUNTERS = ("turns", "given_tokens", "prefill_steps")
+_GRAPH_COUNTERS = ("graph_replays", "graph_misses")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "accepted_tokens", "emitted_tokens")
 _PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
@@ -205,6 +206,7 @@ class RunMetrics:
     def _counters(self, of_engine: EngineStats, stats: EngineStats) -> RankMetrics:
         """Of an engine, on its first rank, and this rank's waits for environments."""
         names = _COUNTERS + (_TURN_COUNTERS if stats.turns else ())
+        names += _GRAPH_COUNTERS if stats.graph_replays or stats.graph_misses else ()
         left_out = set() if self._config.rollout.engine_process is None else _NOT_OF_PROCESSES
         values = {name: getattr(of_engine, name) for name in names if name not in left_out}
         if stats.turns:

@@ -213,7 +213,7 @@ def _problems(config: TrainingConfig, num_ranks: int, device: Device | None) -> 
         found += unreadable
     if config.rl is not None:
         found += teacher_problems(config.rl) + wandb_problems(config.rl.observe.wandb_project)
-    return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config)
+    return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config, device)
 
 
 def _problems_of_large_files(config: TrainingConfig, device: Device | None) -> list[ConfigProblem]:
@@ -349,11 +349,11 @@ def _drafter_problems(
     return drafter_problems(section, shape, model, backend)
 
 
-def input_problems(config: TrainingConfig) -> list[ConfigProblem]:
-    """Prompts or records on this machine that cannot be read, and users' reward functions and environments that cannot
-    be imported.
+def input_problems(config: TrainingConfig, device: Device | None = None) -> list[ConfigProblem]:
+    """Prompts or records on this machine that cannot be read, users' reward functions and environments that cannot be
+    imported, and a compiler that is missing; `device`: of the ranks, where it is known.
     """
-    problems: list[ConfigProblem] = []
+    problems = _machine_problems(config, device)
     render, _ = prompt_renderer(config)
     if (rl := config.rl) is not None:
         tools = prompt_tools(rl)
@@ -362,7 +362,7 @@ def input_problems(config: TrainingConfig) -> list[ConfigProblem]:
                 problems += source_problems(source, name, render, tools)
         if rl.env is not None and rl.env.is_named:
             problems += environment_problems(rl.env) or reward_problems(rl)
-        problems += function_problems(rl.rewards) + _machine_problems(rl)
+        problems += function_problems(rl.rewards)
     if config.records is not None:
         problems += _unreadable_records(config.records, render)
     return problems
@@ -392,16 +392,21 @@ def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequ
             render(rows[index].prompt, rows[index].tools)
 
 
-def _machine_problems(config: Config) -> list[ConfigProblem]:
-    """Parts of the embedded engine that are compiled on this machine, which has no C compiler."""
-    from megatron_tlt.models.decoders.native.build import find_compiler
+def _machine_problems(config: TrainingConfig, device: Device | None) -> list[ConfigProblem]:
+    """Parts of a run that are compiled on this machine, which lacks what that needs."""
+    from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
 
-    rollout, problems = config.rollout, []
-    if rollout.backend != "embedded" or find_compiler() is not None:
-        return []
+    problems, rl = [], config.rl
+    # Megatron's fused functions, and the embedded engine's kernels.
+    has_triton = device == "cuda" and (rl is None or rl.train.num_steps > 0 or rl.rollout.kernels == "auto")
+    if has_triton and (missing := missing_for_triton()) is not None:
+        allowed = f"on CUDA every node needs a C compiler and Python's headers, for Triton: {missing}"
+        problems.append(ConfigProblem("distributed.device", config.distributed.device, allowed))
+    if rl is None or rl.rollout.backend != "embedded" or find_compiler() is not None:
+        return problems
     needed = "needs a C compiler: no cc, gcc or clang on PATH"
-    if rollout.speculation.drafter == "suffix":
+    if rl.rollout.speculation.drafter == "suffix":
         problems.append(ConfigProblem("rollout.speculation.drafter", "suffix", needed))
-    if rollout.kernels == "native":
+    if rl.rollout.kernels == "native":
         problems.append(ConfigProblem("rollout.kernels", "native", needed))
     return problems

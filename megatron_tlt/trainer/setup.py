@@ -5,6 +5,7 @@ Order matters: configuration errors are found before weights are loaded, and wei
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -267,6 +268,8 @@ def _prepare(config: Config, world: World) -> RunLock | None:
     deterministic = config.train.is_deterministic(world.device.type)
     if world.device.type == "cuda":
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        if deterministic:  # cuBLAS and Transformer Engine read these at their first use
+            os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     else:  # the same, without loading PyTorch's compiler: seconds of every rank's start
         torch.set_deterministic_debug_mode("warn" if deterministic else "default")
     # A debugging aid that comes with it: filling every fresh buffer with NaN costs a pass over memory each time.

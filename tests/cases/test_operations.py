@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from megatron_tlt.cli.ranks import failure_text, is_timeout
@@ -47,6 +48,20 @@ def test_a_full_disk_is_one_line_with_the_file(tmp_path: Path) -> None:
         f"'{tmp_path / 'rows.jsonl'}'"
     )
     assert failure_text(world, OSError(errno.EINVAL, "a mistake of ours"), None).count("\n") > 0
+
+
+@pytest.mark.parametrize(
+    ("where", "setting"),
+    [
+        ("phase update, step 3", "actor.micro_batch_tokens"),
+        ("phase rollout, step 3", "rollout.kv_cache_mib"),
+        ("phase eval", "rollout.max_batched_tokens"),
+    ],
+)
+def test_a_lack_of_the_gpu_s_memory_names_settings_of_its_phase(where: str, setting: str) -> None:
+    world: Any = SimpleNamespace(rank=1, where=where)
+    text = failure_text(world, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), None)
+    assert setting in text and "2.00 GiB" in text and "Traceback" not in text
 
 
 def test_only_collectives_and_their_store_wait_in_vain() -> None:

@@ -39,7 +39,7 @@ def check_world(config: TrainingConfig, num_ranks: int, device: Device | None) -
     if device == "cpu" and actor.layer_spec == "transformer_engine":
         yield ConfigProblem("actor.layer_spec", actor.layer_spec, "must be 'auto' or 'local' on CPU")
     elif device == "cpu" or actor.layer_spec == "local":
-        yield from _local_recompute(actor)
+        yield from local_recompute(actor)
     if device == "cpu" and actor.distributed_optimizer == "on":
         allowed = "must be 'auto' or 'off' on CPU (its checkpoints need apex or Transformer Engine)"
         yield ConfigProblem("actor.distributed_optimizer", "on", allowed)
@@ -48,7 +48,7 @@ def check_world(config: TrainingConfig, num_ranks: int, device: Device | None) -
     yield from check_nodes(config, "actor.tp", actor.tp)
 
 
-def _local_recompute(actor: ActorSection) -> Problems:
+def local_recompute(actor: ActorSection) -> Problems:
     """Selective recompute of nothing but norms, which only Transformer Engine's layers compute again."""
     if actor.recompute == "selective" and set(actor.recompute_modules) == {"layernorm"}:
         allowed = "must have 'mlp_act' or 'mlp' with megatron's local layers, which keep their norms"

@@ -19,6 +19,8 @@ micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, 
 * The last stage: a norm, the head's rows and their gradient, `5*T*e*H`; logits and their gradient,
   `2*T*e*V/t`; the larger of four fp32 chunks of `actor/logprob.py` and the head's weight gradient, `e*H*V/t`, which
   adapters do not have.
+* On CUDA with `train.deterministic` flash attention's backward keeps a sum of gradients of queries for each processor:
+  `4*T*d*(160 + A/t)`.
 * With adapters one layer's weight at a time is merged (`policy.merged_bytes`).
 
 tests/mpi/test_memory_estimate.py compares with what PyTorch allocates (CPU, local layers).
@@ -38,6 +40,7 @@ from megatron_tlt.config.root import TrainingConfig
 
 # Elements of one fp32 chunk in `actor.logprob`: 2 MB stays in a core's cache; 256 MB fills a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+_PROCESSORS = 160  # of the largest GPU, and a few
 
 
 def activation_bytes(
@@ -54,6 +57,7 @@ def activation_bytes(
         cp=dims.cp,
         gathers=actor.cp_comm(engine) == "all_gather",
         redoes_norms=engine,
+        is_deterministic=device == "cuda" and config.rl is not None and config.rl.train.is_deterministic(device),
         mask_rows=config.longest_trained / (2 * dims.cp),
         device=device,
         merged=merged_bytes(config, shape, dims),
@@ -87,6 +91,7 @@ class _Part:
     cp: int  # c
     gathers: bool  # context parallel attention gathers keys and values
     redoes_norms: bool  # where `layernorm` is to be computed again
+    is_deterministic: bool  # in forms that take more memory
     mask_rows: float  # of a mask
     device: Device
     merged: int  # bytes of a weight that is merged with its adapters; 0: there are none
@@ -121,15 +126,17 @@ class _Part:
 
     def backward(self, shape: ArchitectureConfig, has_experts: bool) -> float:
         """Temporaries of one layer's way back: gradients of the MLP or of the experts, with their rows on the way to
-        their ranks and back; context parallel attention's, and a merged weight.
+        their ranks and back; attention's, and a merged weight.
         """
         wide = 2 * self.stream(shape) + self.element * self.tokens * 2 * shape.intermediate_size / self.tp
         if has_experts:
             wide += self.element * self._rows(shape) * 3 * (shape.hidden_size + shape.moe_intermediate_size)
+        sums = 4 * self.tokens * shape.head_dim * (_PROCESSORS + shape.num_heads / self.tp) * self.is_deterministic
+        wide = max(wide, sums, self.merged)
         if self.cp == 1:
-            return max(wide, self.merged)
+            return wide
         heads = 6 * self.cp * shape.num_kv_heads if self.gathers else self.cp * shape.num_heads + 8 * shape.num_kv_heads
-        return max(wide, self.tokens * self.element * heads * shape.head_dim / self.tp, self.merged)
+        return max(wide, sums + self.tokens * self.element * heads * shape.head_dim / self.tp)
 
     @property
     def masks(self) -> float:

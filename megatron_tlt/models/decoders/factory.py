@@ -12,7 +12,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import Decoder
 from megatron_tlt.models.decoders.keyed_noise import SampleKernel
-from megatron_tlt.models.decoders.native.build import find_compiler
+from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
 
@@ -55,6 +55,9 @@ def build_decoder(
         _log.warning("no triton here: attention gathers keys and values, sampling takes some 50 kernels a step")
     if not has_triton:
         return TorchDecoder(config, device, dtype, tp, is_invariant, aux_layers=aux_layers)
+    if (missing := missing_for_triton()) is not None:
+        allowed = f"needs a C compiler and Python's headers for Triton's kernels: {missing}; 'torch' does without"
+        raise ConfigError.of("rollout.kernels", kernels, allowed)
     _require_shared_memory(config.head_dim, kernels, device)
     _log.info("Triton compiles some 50 kernels in a first start, a minute or two; later ones read its cache")
     from megatron_tlt.models.decoders.torch.kernels.attention import attend

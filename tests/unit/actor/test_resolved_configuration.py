@@ -134,6 +134,26 @@ def test_a_gpu_gets_fused_kernels_and_overlapped_communication(gpu: None, recipe
     assert layer.submodules.input_layernorm is build.IdentityOp  # in the product that follows
 
 
+def test_a_deterministic_run_has_megatron_s_deterministic_forms(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    transformer, _, _, _ = resolved("grpo-qwen3-8b-1n8g", "actor.recompute=none")
+    assert transformer.pop("expert_tensor_parallel_size") and transformer["deterministic_mode"]
+    monkeypatch.setattr(build, "HAS_CUDA", False)
+    assert "deterministic_mode" not in resolved("grpo-qwen3-8b-1n8g", "distributed.device=cpu")[0]
+
+
+def test_local_layers_name_the_norms_that_they_do_not_redo(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where auto resolves to them: a setting that does nothing is refused, one of two is named."""
+    both = ActorSection(dtype="bf16", recompute="selective", recompute_modules=("layernorm", "mlp"))
+    norms = both.model_copy(update={"recompute_modules": ("layernorm",)})
+    assert {build.kind_of_layers(actor) for actor in (both, norms)} == {"Transformer Engine's"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert "layernorm" in build.kind_of_layers(both)
+    assert "layernorm" not in build.kind_of_layers(both.model_copy(update={"recompute": "none"}))
+    with pytest.raises(ConfigError, match=r"actor\.recompute_modules = .*local layers"):
+        build.kind_of_layers(norms)
+
+
 def test_norms_and_activation_are_redone_where_that_is_asked_for(gpu: None) -> None:
     transformer, _, _, layer = resolved("grpo-qwen3-8b-1n8g", "actor.recompute=selective")
     assert transformer["recompute_granularity"] == "selective"

@@ -9,17 +9,24 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import dspark
+from benchmarks.gpu import dspark, rl
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.decode import open_engine
 from benchmarks.gpu.engines import cache_mib
+from benchmarks.gpu.result import Result
+from megatron_tlt.config.checks.run import find_problems
+from megatron_tlt.config.load import load_config
+from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.trainer.device_memory import with_device_memory
 from tests.helpers.mpi import ROOT, forking_python
 
 
@@ -62,6 +69,44 @@ def test_figures_of_a_batch_are_of_all_its_rows(tmp_path: Path):
     backend.engine.scheduler.blocks.allocate(4 * 128 // KV_BLOCK)
     with pytest.raises(RuntimeError, match="of 8 requests run"):
         dspark.measure(check, backend, 8, 60)
+
+
+def test_the_recipe_s_runs_take_the_memory_that_the_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A card of its class reports less than the recipe is planned for."""
+    check = Check(torch.device("cuda"), False, gpu_check.RECIPE, tmp_path)
+    (tmp_path / "policy-qwen2").mkdir()
+    (tmp_path / "policy-qwen2/config.json").touch()  # made before: this machine cannot
+    (tmp_path / "run.yaml").write_text(json.dumps(rl.settings(check, tmp_path, 1)))
+    config = load_config(tmp_path / "run.yaml")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 22 * GIB))
+    world: Any = SimpleNamespace(device=check.device, local_size=1, all_gather_object=lambda mine: [mine])
+    config = with_device_memory(config, world)
+    assert config.cluster.memory_gib == 22
+    assert find_problems(config, check.shape().architecture, 1, "cuda") == []
+
+
+@pytest.mark.parametrize("recipe", ["grpo-qwen2.5-0.5b-1n1g", "grpo-qwen3-30b-a3b-1n8g"])
+def test_the_policy_has_the_shape_of_the_recipe(recipe: str, tmp_path: Path):
+    check = Check(torch.device("cpu"), False, ROOT / f"configs/recipes/{recipe}.yaml", tmp_path)
+    assert check.shape().architecture == check.config().model.architecture
+
+
+def test_there_is_time_for_every_part():
+    assert 60 * gpu_check.parse_arguments([]).minutes >= sum(gpu_check.PARTS.values())
+
+
+@pytest.mark.parametrize(("norm", "says"), [(0.5, []), (0.25, ["bf16: gradients differ with TLT: "])])
+def test_a_pair_that_must_agree_has_the_same_gradients(
+    norm: float, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Weights of bf16 hide a difference for some steps: the same responses do not show it."""
+    step = {"time/step": 1.0, "engine/generated_tokens": 3.0, "drafter/steps": 1.0, "responses": "d", "texts": ["a"]}
+    rows = {"off": [step | {"policy/grad_norm": 0.5}], "on": [step | {"policy/grad_norm": norm}]}
+    monkeypatch.setattr(rl, "launch", lambda *_: None)
+    monkeypatch.setattr(rl, "read", lambda folder: rows[folder.name.rpartition("-")[2]])
+    found = Result()
+    rl.judge(Check(torch.device("cuda"), False, gpu_check.RECIPE, tmp_path), rl.Pair("bf16", 1, {}, True), found)
+    assert [text.partition("their")[0] for text in found.failures] == says
 
 
 def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 from megatron_tlt.cli import doctor
 from megatron_tlt.cli.main import main
+from megatron_tlt.models.decoders.native import build
 
 
 @pytest.fixture
@@ -29,6 +30,37 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return str(path)
 
     return put
+
+
+def test_gpus_that_the_environment_hides_are_not_looked_for(program, monkeypatch):
+    """Beside them torch sees none, which is right then."""
+    program("nvidia-smi", "echo NVIDIA H100, 81559 MiB, 580.1")
+    assert doctor.check_gpu().status == "ok"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = doctor.check_gpu()
+    assert found.status == "absent" and "CUDA_VISIBLE_DEVICES" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("programs", "has_gpu", "status", "said"),
+    [
+        ("gcc", True, "ok", "gcc"),
+        ("gcc", True, "FAILED", "Python.h"),
+        ("", True, "FAILED", "no gcc or clang on PATH"),
+        ("", False, "warning", "no cc, gcc or clang"),
+    ],
+)
+def test_triton_needs_a_compiler_and_headers_beside_a_gpu(programs, has_gpu, status, said, tmp_path, monkeypatch):
+    for name in programs.split():
+        (tmp_path / name).touch(0o755)
+    if said != "Python.h":
+        (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    monkeypatch.setattr(doctor, "find_compiler", build.find_compiler.__wrapped__)  # nothing is remembered
+    found = doctor.check_compiler(has_gpu)
+    assert found.status == status and said in found.detail
 
 
 @pytest.mark.parametrize(("device", "status"), [(["nvidia0"], "FAILED"), ([], "absent")])
@@ -85,6 +117,21 @@ def test_requirements_pin_what_megatron_accepts():
     assert accepted.specifier.contains(exact)
     for number, is_in in zip(doctor.TRANSFORMER_ENGINE, (True, False), strict=True):
         assert accepted.specifier.contains(number, prereleases=True) == is_in
+
+
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}  # Requires-Dist of torch's CUDA build; the CPU build asks for none
+
+
+def test_requirements_pin_the_triton_of_torch_s_cuda_build():
+    """With another one pip finds no solution where its index has that build, so `make test` cannot be installed."""
+    lines = [line for name in ("", "-dev") for line in Path(f"requirements{name}.txt").read_text("utf-8").splitlines()]
+    torch_pin, triton_pin = (
+        next(line.partition("#")[0].strip() for line in lines if line.startswith(f"{name}=="))
+        for name in ("torch", "triton")
+    )
+    assert triton_pin == f"triton=={TRITON_OF_TORCH[torch_pin.removeprefix('torch==')]}"
+    asked = [Requirement(line) for line in requires("torch") or [] if line.startswith("triton")]  # of a CUDA build
+    assert all(wanted.specifier.contains(triton_pin.removeprefix("triton==")) for wanted in asked)
 
 
 def test_a_build_of_torch_without_cuda_is_wrong_where_there_is_a_gpu(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.graph_capture import CudaCapturer, GraphCache
 from tests.helpers.engines import SizedCapturer
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
@@ -148,3 +149,31 @@ def test_the_cuda_capturer_separates_shared_and_own_memory(monkeypatch) -> None:
     assert set(cuda.pools_used) == {1} and 1000 - cuda.free == 285
     assert not cache.capture("d", cuda.use(500, own=1)), "would not fit even alone"
     assert len(cuda.pools_used) == 3
+
+
+@pytest.mark.parametrize(("raised", "is_of_memory"), [(RuntimeError, False), (torch.OutOfMemoryError, True)])
+def test_a_step_that_cannot_be_captured_names_the_setting_that_does_without(monkeypatch, raised, is_of_memory) -> None:
+    """The first error: the end of a capture that failed fails with another."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    step = cuda.use(100, own=10)
+
+    @contextmanager
+    def graph(graph, **_):
+        try:
+            yield
+        finally:
+            if not is_of_memory:
+                raise RuntimeError("capture failed due to a previous error")
+
+    def fails() -> None:
+        raise raised("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    capturer = CudaCapturer(torch.device("cuda", 0))
+    capturer.warm_up(step)
+    expected = torch.OutOfMemoryError if is_of_memory else BackendError
+    with pytest.raises(
+        expected, match="not permitted" + "" if is_of_memory else r"not permitted.*rollout\.graph_memory_mib"
+    ):
+        capturer.capture(fails)

@@ -214,6 +214,25 @@ def test_an_engine_over_a_pool_gives_the_same_responses(tmp_path, monkeypatch) -
     assert responses[:2] == responses[2:4] == responses[4:]
 
 
+def test_steps_without_a_graph_are_named_and_counted(caplog) -> None:
+    """Of those that an engine captures, where the budget has room for some; and which ran in a rollout."""
+    engine = make_engine(small_config("qwen2"), random_weights(small_config("qwen2")), kernels="torch")
+    runner, sizes = engine.runner, PoolSizes(16, 256, 16, 64)
+    fixed = GraphPool(runner.decoder, runner.kv, sizes).graphs.memory_bytes
+    refused = "2 of 5 steps have a CUDA graph, in 2 of 3 MiB; the others run without, slower: rollout.graph_memory_mib"
+    for own, line in ((0, ("INFO", "5 of 5 steps have a CUDA graph, in 0 of 3 MiB")), (1 << 20, ("WARNING", refused))):
+        budget = fixed + (5 << 19)  # two and a half
+        runner.pool = GraphPool(runner.decoder, runner.kv, sizes, budget, SizedCapturer(own=own))
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            engine.capture_graphs(1)
+        assert [(record.levelname, record.getMessage()) for record in caplog.records] == [line]
+        responses_of(engine, turn=0)
+        stats = engine.take_stats()
+        assert stats.graph_replays > 0 and (stats.graph_misses > 0) == bool(own)
+    assert (engine.take_stats().graph_replays, engine.take_stats().graph_misses) == (0, 0)
+
+
 def test_graphs_are_gone_before_the_groups_whose_collectives_they_hold(monkeypatch) -> None:
     """Also of an engine with other references to it, and where a command ends early."""
     ends = []

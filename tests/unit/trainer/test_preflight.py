@@ -364,6 +364,17 @@ def test_missing_files_are_named_by_their_fields():
     assert input_problems(config) == []
 
 
+def test_a_machine_that_triton_can_compile_nothing_on_is_named_on_cuda(monkeypatch, tmp_path):
+    """Before a rank's first kernel fails; what neither trains nor has kernels needs no compiler."""
+    monkeypatch.setattr("megatron_tlt.models.decoders.native.build.missing_for_triton", lambda: "no gcc on PATH")
+    plain = make(rollout={"kernels": "torch"})
+    for config in (make(), plain, make(rollout={"backend": "vllm"}), fine_tuning(tmp_path)):
+        assert not [p for p in input_problems(config, "cpu") if p.path == "distributed.device"]
+        (problem,) = [p for p in input_problems(config, "cuda") if p.path == "distributed.device"]
+        assert problem.value == "auto" and problem.allowed.endswith("Python's headers, for Triton: no gcc on PATH")
+    assert not input_problems(without_training(plain, reads_prompts=False), "cuda")
+
+
 def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
     config = make(checkpoint={"resume": str(tmp_path / "step-000003")})
     assert [p.path for p in missing_files(config)] == ["model.path", "checkpoint.resume"]

@@ -1,10 +1,12 @@
 """The parts of a run as its configuration has them on each rank."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_tlt.actor import train_step
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.config.root import SftConfig
@@ -23,6 +25,35 @@ def test_the_rank_that_judges_an_engine_s_responses_has_the_workers_and_cpus_of_
     world = SimpleNamespace(rank=rank, size=8, heartbeat=lambda: None, all_gather_object=lambda mine: bound)
     setup.reward_pool(config, world).close()
     assert started == [(8, {*range(rank, rank + 4)})] * is_first
+
+
+@pytest.fixture
+def determinism(monkeypatch):
+    """What a run sets for its whole process, as it was."""
+    mode = torch.get_deterministic_debug_mode()
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode(mode)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "strict"), [("cuda", True, True), ("cuda", "auto", False), ("cpu", "auto", True)]
+)
+def test_a_deterministic_update_has_no_operation_that_only_warns(determinism, monkeypatch, device, asked, strict):
+    """Where it may warn, PyTorch's fused attention takes atomic operations; cuBLAS needs its variable, too."""
+    monkeypatch.setattr(setup, "setup_logging", lambda rank, size: None)
+    monkeypatch.setattr(setup, "lock_run_dir", lambda *_: None)
+    world = SimpleNamespace(device=torch.device(device), rank=0, size=1, set_monitor=lambda start: None)
+    setup._prepare(build_config({"model": {"path": "m"}, "train": {"deterministic": asked}}), world)
+    modes = []
+    monkeypatch.setattr(train_step, "_run", lambda *_, **__: modes.append(torch.get_deterministic_debug_mode()))
+    train_step.accumulate_gradients(None, None, [], None, 1.0, 1.0)
+    assert modes == [2 * strict] and torch.get_deterministic_debug_mode() == 1 * strict
+    on_cuda = (":4096:8", "0") if device == "cuda" and strict else ("1", "1")
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]) == on_cuda
 
 
 def test_fine_tuning_that_its_gpu_has_no_room_for_is_refused(monkeypatch, tmp_path):

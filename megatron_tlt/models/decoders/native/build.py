@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -34,6 +35,17 @@ def find_compiler() -> str | None:
         if found := shutil.which(name):
             return found
     return None
+
+
+def missing_for_triton() -> str | None:
+    """What this machine lacks of a C compiler and Python's headers, where Triton's `runtime/build.py` looks for them:
+    it compiles the functions that launch its kernels and those of `torch.compile`. None: nothing.
+    """
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if not any(map(shutil.which, names)):
+        return f"no {' or '.join(names)} on PATH"
+    header = Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h"
+    return None if header.is_file() else f"no {header} (python3-dev)"
 
 
 @cache

@@ -371,6 +371,15 @@ def test_an_engine_in_another_process_is_planned_by_its_own_settings():
         assert "rollout.trtllm.kv_cache_fraction = 0.25" in render_check(config, shape, 2, "cuda")
 
 
+def test_deterministic_attention_has_a_sum_for_each_processor():
+    """On CUDA, where it is more than the gradients of the MLP; CPU ranks, deterministic as they are, have none."""
+    shape, dims = shape_of("qwen2.5-0.5b"), Dims(pp=2)
+    plain, sums = (config_of("actor.pp=2", f"train.deterministic={on}") for on in ("false", "true"))
+    taken = [activation_bytes(config, shape, dims, 0, "cuda") for config in (plain, sums)]
+    assert taken[1] - taken[0] == 4096 * (4 * 64 * (160 + 14) - 2 * 2 * (896 + 4864))
+    assert len({activation_bytes(config, shape, dims, 0, "cpu") for config in (plain, sums)}) == 1
+
+
 def test_layers_that_only_the_run_will_know_are_planned_as_the_larger_ones():
     shape, found = shape_of("qwen2.5-7b"), {}
     for spec in ("auto", "local", "transformer_engine"):

@@ -44,6 +44,7 @@ def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
     gpu = SimpleNamespace(name=name, shared_memory_per_multiprocessor=kib << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(factory, "_has_triton", lambda kernels, device: True)
+    monkeypatch.setattr(factory, "missing_for_triton", lambda: None)
     monkeypatch.setattr(factory, "TorchDecoder", lambda *args, **kwargs: "made")
     config = replace(CONFIG, head_dim=head_dim)
     if refused and head_dim == 256:
@@ -53,6 +54,14 @@ def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
         with caplog.at_level("INFO"):
             assert build_decoder(config, "cuda", torch.bfloat16) == "made"
         assert "Triton compiles" in caplog.text, "a first start takes minutes without another sign"
+
+
+def test_triton_without_a_compiler_is_refused_before_its_first_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by commands that no configuration of a run was checked for."""
+    monkeypatch.setattr(factory, "_has_triton", lambda kernels, device: True)
+    monkeypatch.setattr(factory, "missing_for_triton", lambda: "no gcc on PATH")
+    with pytest.raises(ConfigError, match=r"rollout\.kernels = 'auto': .*no gcc on PATH; 'torch'"):
+        build_decoder(CONFIG, "cuda", torch.bfloat16)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 
-# N, and warps of a program. Products of float32 have no tensor cores: larger tiles would spill hundreds of registers.
-_TILE, _TILE_FP32 = (64, 4), (16, 8)
+# N, and warps of a program. Products of float32 have no tensor cores: larger tiles or fewer warps spill registers.
+_TILE, _TILE_FP32 = (64, 4), (16, 16)
 _NO_WINDOW = 1 << 30  # positions: more than a context has
 
 # The decorator is untyped, and its functions take pointers where Python gives tensors. Widths and row counts change
