@@ -60,7 +60,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         Here("actor.micro_batch_tokens", "here: tokens of a micro-batch; how many there are follows"),
     ),
     ("learning_rate optim.lr kwargs.lr", Here("optimizer.lr")),
-    ("lr_warmup_steps lr_warmup_iters", Here("optimizer.warmup_steps", "there -1: by the ratio")),
+    ("lr_warmup_steps lr_warmup_iters", Here("optimizer.warmup_steps", "verl's -1: by the ratio")),
     ("lr_warmup_steps_ratio warmup_ratio", Here("optimizer.warmup_steps", "here: optimizer steps, not a share")),
     (
         "lr_scheduler_type warmup_style lr_decay_style",
@@ -79,7 +79,10 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("rollout.top_k generation.top_k", Here("rollout.top_k", "there -1 or null, here 0: off")),
     ("rollout.do_sample", Here("rollout.temperature", "0 is greedy")),
     ("stop_strings", Here("rollout.stop")),
-    ("engine_kwargs.vllm.* vllm_kwargs.*", Here("rollout.vllm.engine", "a map of vLLM's arguments")),
+    (
+        "engine_kwargs.vllm.* vllm_kwargs.* enable_chunked_prefill disable_log_stats",
+        Here("rollout.vllm.engine", "a map of vLLM's arguments"),
+    ),
     ("enforce_eager", Here("rollout.graph_memory_mib", "here: MiB of graphs; 0: none")),
     ("update_weights_bucket_megabytes", Here("sync.bucket_mib")),
     ("nccl_timeout ddp_timeout", Here("distributed.timeout_s")),
@@ -214,7 +217,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("ppo_epochs num_iterations", Here("", "a step trains once on each response")),
     ("clip_ratio_c ratio_clip_c delta", Here("", "the ratio's loss has no bound for negative advantages")),
     (
-        """use_dynamic_bsz log_prob_use_dynamic_bsz use_remove_padding sequence_packing.* dynamic_batching.*
+        """use_dynamic_bsz log_prob_use_dynamic_bsz use_remove_padding sequence_packing.enabled dynamic_batching.enabled
         balance_batch filter_overlong_prompts_workers""",
         Here("", "rows are always packed by their tokens"),
     ),
@@ -229,12 +232,13 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         Here("", "kernels follow actor.layer_spec and rollout.kernels"),
     ),
     (
-        """rollout.mode load_format layered_summon disable_log_stats enable_chunked_prefill calculate_log_probs
+        """rollout.mode load_format layered_summon calculate_log_probs
         vllm_mode vllm_enable_sleep_mode async_engine hybrid_engine colocated.*""",
         Here("", "engines share the ranks' devices, and weight sync sets their weights"),
     ),
     ("use_shm trust_remote_code use_mbridge use_dist_checkpointing", Here("", "model.path is read as it is")),
-    ("save_contents load_contents default_hdfs_dir metric_name higher_is_better", Here("", "checkpoints are whole")),
+    ("save_contents load_contents default_hdfs_dir", Here("", "checkpoints are whole, in train.run_dir")),
+    ("metric_name higher_is_better", Here("", "the newest checkpoints are kept, not the best")),
     (
         "overlong_buffer.penalty_factor overlong_buffer_cfg.penalty_factor overlong_buffer_cfg.log",
         Here("", "the penalty grows to 1"),
@@ -265,7 +269,7 @@ def name_here(root: type[BaseModel], parent: str, path: str) -> Here | None:
         if here is not None and not here.path:
             return here
         here = here or Here(end if start and "." in end else "")
-        own = f"{parent}.{here.path.rpartition('.')[2]}"
+        own = f"{parent}.{here.path.rpartition('.')[2]}" if "." not in end else here.path
         for wanted in (own, here.path):
             if wanted in known:
                 return Here(wanted, here.note)

@@ -118,6 +118,8 @@ def test_every_setting_of_a_usual_script_has_a_place_or_there_is_none(script):
             "did you mean eval.temperature? (verl evaluates greedily",
         ),
         ("policy.generation.temperature=1", "did you mean rollout.temperature?"),
+        ("policy.sequence_packing.train_mb_tokens=1", "did you mean actor.micro_batch_tokens?"),
+        ("env.math.num_workers=8", "did you mean rewards.workers?"),
         ("grpo.seed=1", "did you mean train.seed?"),
         ("num_iterations=1", "there is none here (a step trains once on each response)"),
     ],
