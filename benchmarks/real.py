@@ -418,6 +418,8 @@ def main() -> None:
         print(kind, *on_off.judge(figures, GOALS, LEGEND), *aims(figures), sep="\n")
     if len(by_kind) > 1:
         print(*side_by_side(by_kind), sep="\n")
+    written = [str(path) for path in (args.out, args.picture) if path is not None and path.exists()]
+    print(f"written: {', '.join(written) or 'nothing'}")
 
 
 if __name__ == "__main__":

@@ -41,9 +41,10 @@ A section begins with the settings that people change first, where it has more t
 """
 
 _ELSEWHERE = """\
-Ends of the names there: `optim.lr` is `actor_rollout_ref.actor.optim.lr` of verl. `megatron-tlt check CONFIG` names the
-place here of each setting of another framework that stands behind it, as in its script. How a reward function and
-prepared rows of verl go on: [on your GPU cluster](../guides/gpu_cluster.md#from-verl).
+Ends of the names there: `optim.lr` is `actor_rollout_ref.actor.optim.lr` of verl; `critic.*` is all that is below it.
+`megatron-tlt check CONFIG` names the place here of most settings of another framework that stand behind it, as in its
+script, or says that there is none. How a reward function and prepared rows of verl go on:
+[on your GPU cluster](../guides/gpu_cluster.md#from-verl).
 """
 
 # What people change first in a section, at most ten: names within it, also of the sections inside.
@@ -100,7 +101,8 @@ def render() -> str:
 def _names_elsewhere() -> str:
     """What users of other systems call a setting, and what differs."""
     rows = [
-        f"| {', '.join(f'`{name}`' for name in names.split())} | `{here.path}` | {here.note} |"
+        f"| {', '.join(f'`{name}`' for name in names.split())} "
+        f"| {f'`{here.path}`' if here.path else 'none'} | {here.note} |"
         for names, here in ELSEWHERE
     ]
     return "\n".join([_ELSEWHERE, "| verl, NeMo-RL, TRL, vLLM, Megatron-LM | here | note |", "|---|---|---|", *rows])

@@ -14,7 +14,7 @@ from megatron_tlt.cli.check import add_check
 from megatron_tlt.cli.doctor import add_doctor
 from megatron_tlt.cli.drafter import add_drafter
 from megatron_tlt.cli.evaluate import add_eval
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK, SAVED
 from megatron_tlt.cli.export import add_export
 from megatron_tlt.cli.generate import add_generate
 from megatron_tlt.cli.ranks import print_problems, report_interrupt
@@ -44,6 +44,12 @@ _COMMANDS = (
 )
 
 
+_ABOUT = "Reinforcement learning of language models on Megatron-core, with speculative rollouts."
+_EXIT_CODES = (
+    f"Exit codes: {OK} done; {FAILED} failed; {BAD_INPUT} arguments, configuration or input files are wrong; {SAVED} a "
+    f"signal ended a training after its state was saved, and the same command resumes it; {INTERRUPTED} ended by "
+    "Ctrl-C, and nothing was saved."
+)
 _SETTING = re.compile(r"--\w+(\.\w+)+(=|$)")  # as options of other programs
 
 
@@ -108,7 +114,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-tlt", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="megatron-tlt", description=_ABOUT, epilog=_EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_command in _COMMANDS:
         add_command(commands)

@@ -223,4 +223,6 @@ def _unknown(here: Here | None) -> str:
     """What is allowed in place of another framework's setting."""
     if here is None:
         return "unknown key"
+    if not here.path:
+        return f"unknown key; there is none here ({here.note})"
     return f"unknown key; did you mean {here.path}?{f' ({here.note})' if here.note else ''}"

@@ -49,7 +49,7 @@ class IdleView:
     step_seconds: float = 0.0
     """Of a usual micro-step, in this window or before it; 0: not known."""
     can_pre_roll: bool = False
-    """Prompts of the next step have not been pre-rolled in this window."""
+    """Prompts of the next two steps have not been pre-rolled in this window."""
     training_share: float = 0.0
     """Of the run's idle seconds so far, those in micro-steps."""
     usual_seconds: float = 0.0

@@ -131,7 +131,7 @@ def _idle(config: Config, num_ranks: int) -> list[str]:
         return [f"  no pre-rollouts: {reason}"]
     then = ", then trains the drafter" if config.idle.train_drafter else ""
     what = "responses to" if config.env is None else "first turns of"
-    return [f"  an idle one pre-rolls {what} the next step's prompts{then}; at most {mib:g} MiB of drafts"]
+    return [f"  an idle one pre-rolls {what} the next two steps' prompts{then}; at most {mib:g} MiB of drafts"]
 
 
 def _evaluations(config: Config) -> str:

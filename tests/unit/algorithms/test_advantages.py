@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,18 @@ from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup, TrainSequence, Trajectory
+from tests.helpers.mpi import ROOT
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 
 PROMPT = np.array([1, 1, 1, 5, 5, 9])
 REWARD = np.array([1.0, 0.0, 0.5, 2.0, 2.0, 7.0])
+
+
+def test_the_page_of_algorithms_has_each_default_clip():
+    page = (ROOT / "docs/guides/algorithms.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([\d.e-]+), ([\d.e-]+) \|", page, re.MULTILINE)
+    found = {name: (float(low), float(high)) for name, low, high in rows}
+    assert found == {name: algorithm.default_clip for name, algorithm in ALGORITHMS.items()}
 
 
 def table(**changes: np.ndarray) -> RewardTable:

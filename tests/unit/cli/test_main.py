@@ -1,14 +1,17 @@
 """What the command line makes of its arguments."""
 
+import argparse
 import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
+from megatron_tlt.cli import exit_codes
 from megatron_tlt.cli.generate import argument_problems
-from megatron_tlt.cli.main import _parse, main
+from megatron_tlt.cli.main import _parse, _parser, main
 from tests.helpers.synthetic_run import write_run
 
 
@@ -26,6 +29,27 @@ def test_a_setting_that_is_written_as_an_option_is_explained(words, capsys):
         _parse(["train", *words])
     said = "megatron-tlt: --train.num_steps=3: settings are written train.num_steps=3, without --\n"
     assert (caught.value.code, capsys.readouterr().err) == (2, said)
+
+
+def options_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.Action]]:
+    """Every option of a command and of those within it, with the words before it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, command in action.choices.items():
+                yield from options_of(command, f"{name} {word}".strip())
+        else:
+            yield f"{name} {action.dest}", action
+
+
+def test_help_has_the_exit_codes_and_each_default():
+    parser = _parser()
+    said = " ".join(parser.format_help().split())
+    codes = [value for name, value in vars(exit_codes).items() if name.isupper()]
+    assert "Runs one command" not in said and len(codes) == 5 and all(f" {code} " in said for code in codes)
+    options = dict(options_of(parser))
+    valued = {name: option for name, option in options.items() if isinstance(option.default, int | float | str)}
+    silent = [name for name, option in valued.items() if "default" not in (option.help or "") and option.nargs != 0]
+    assert "generate seed" in valued and silent == []
 
 
 def test_generate_takes_engine_settings_only(capsys):

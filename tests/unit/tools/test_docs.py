@@ -63,6 +63,15 @@ def test_links_outside_the_site_lead_somewhere(page: str):
         assert [t for t in targets if not (path.parent / t).exists()] == [], path
 
 
+def test_no_target_that_the_readme_prints_writes_over_a_record():
+    """Their `--out` and `--picture` are ignored by Git."""
+    targets = set(re.findall(r"^ +make ([\w-]+)", (ROOT / "README.md").read_text(), re.MULTILINE)) | {"gpu-check"}
+    done = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True)
+    written = re.findall(r"--(?:out|picture) (\S+)", done.stdout)
+    assert {"proof", "real"} < targets and len(written) >= 5
+    assert [path for path in written if not path.startswith("runs/")] == []
+
+
 def test_pages_that_code_and_configurations_name_exist():
     named = re.compile(r"docs/[\w/-]+\.(?:md|svg)")
     folders = ("megatron_tlt", "tools", "tests", "benchmarks", "configs", "slurm", "launch", ".github")
