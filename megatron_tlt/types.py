@@ -375,8 +375,8 @@ class StepMeasurement:
     draft_seconds: float  # of proposing; 0 for plain decoding
     step_seconds: float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
     num_emitted: int  # tokens emitted by all B requests
-    reached: np.ndarray  # int64 [L], drafted tokens at each position (from 0) behind an emitted one; plain: [0]
-    accepted: np.ndarray  # int64 [L], drafted tokens at each position that were emitted; plain: [0]
+    longest: int  # tokens that a row might draft: the strategy's, or fewer where the step had no room for more rows
+    accepted: np.ndarray  # int64 [L], drafted tokens at each position (from 0) that were emitted; plain: [0]
 
 
 @dataclass(slots=True)

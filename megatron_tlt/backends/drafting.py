@@ -98,7 +98,7 @@ class StepDrafting:
             self._counters.add_pre_rolled(part, part.positions < accepted[was_earlier][part.row_of])
         self._rows, drafted, accepted = len(drafted), drafted[is_drawn], accepted[is_drawn]
         at = np.arange(max(strategy.draft_len, int(drafted.max(initial=0))))
-        reached = (at < drafted[:, None]) & (at <= accepted[:, None])
+        longest = min(strategy.draft_len, self._length)
         hits = (at < accepted[:, None]).sum(0)
         rows, fed, emitted = len(drafted), int((drafted + 1).sum()), int((accepted + 1).sum())
         marks = self._drafted, self._proposed, now
@@ -107,7 +107,7 @@ class StepDrafting:
 
         def read() -> None:
             seconds = _seconds(*marks[:2]), _seconds(*marks[1:])
-            step = StepMeasurement(strategy, rows, fed, *seconds, emitted, reached.sum(0), hits)
+            step = StepMeasurement(strategy, rows, fed, *seconds, emitted, longest, hits)
             if is_measured and own is None:
                 self._selector.record(step)
             if is_measured and self.tokens is not None:

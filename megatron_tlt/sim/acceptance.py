@@ -26,11 +26,6 @@ class SimDraft:
     emitted: np.ndarray  # int64 [B], tokens that each row emits: at least 1
     passes: int  # of the trained drafter
 
-    def reached(self, draft_len: int) -> np.ndarray:
-        """`StepMeasurement.reached` int64 [draft_len]."""
-        tested: np.ndarray = np.minimum(self.counts, self.emitted)[:, None] > np.arange(draft_len)
-        return tested.sum(0)
-
     def accepted(self, draft_len: int) -> np.ndarray:
         """`StepMeasurement.accepted` int64 [draft_len]."""
         hits: np.ndarray = self.emitted[:, None] - 1 > np.arange(draft_len)

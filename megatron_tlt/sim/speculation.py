@@ -78,9 +78,9 @@ class Speculation:
         emitted, rows = draft.emitted, running + int(draft.counts.sum())
         verifying = self._costs.step(running, rows, cached, rows > running)
         if selector is not None and measures:
-            reached, accepted = draft.reached(strategy.draft_len), draft.accepted(strategy.draft_len)
-            tokens = int(emitted.sum())
-            selector.record(StepMeasurement(strategy, running, rows, drafting, verifying, tokens, reached, accepted))
+            tokens, longest = int(emitted.sum()), strategy.draft_len
+            accepted = draft.accepted(longest)
+            selector.record(StepMeasurement(strategy, running, rows, drafting, verifying, tokens, longest, accepted))
         if matching:
             self._earlier.record(running, rows, verifying, None if measures else 0.0)
         counts, others = self.counts, emitted[matching:]

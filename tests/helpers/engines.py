@@ -256,7 +256,8 @@ class RandomSelector:
 
     def record(self, measurement: StepMeasurement) -> None:
         assert measurement.num_emitted >= measurement.num_running
-        assert (measurement.accepted <= measurement.reached).all()
+        assert measurement.longest <= measurement.strategy.draft_len
+        assert (measurement.accepted[:1] <= measurement.num_running).all()
         self.emitted += measurement.num_emitted
         self.rows += measurement.num_running
 

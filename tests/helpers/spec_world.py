@@ -16,7 +16,7 @@ from megatron_tlt.types import DraftStrategy, StepMeasurement
 def measured(strategy, B, rows, counts, drafting, seconds):
     """A `StepMeasurement` of a step whose requests emitted `counts` [B] tokens."""
     accepted = (np.array(counts)[:, None] - 1 > np.arange(strategy.draft_len)).sum(0)
-    return StepMeasurement(strategy, B, rows, drafting, seconds, int(np.sum(counts)), accepted, accepted)
+    return StepMeasurement(strategy, B, rows, drafting, seconds, int(np.sum(counts)), strategy.draft_len, accepted)
 
 
 def cpu_seconds(B, T):

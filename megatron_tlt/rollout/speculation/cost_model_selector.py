@@ -131,7 +131,7 @@ class CostModelSelector:
         if strategy.draft_len:
             self._forget_former_drafter(bucket)
             for counts in (bucket.acceptance, self._acceptance):
-                counts.add(strategy.draft_len, measurement.num_running, measurement.accepted.tolist())
+                counts.add(measurement.longest, measurement.num_running, measurement.accepted.tolist())
         bucket.measured.append(measurement)
         if len(bucket.measured) >= bucket.steps:
             self._end_interval(bucket)

@@ -77,6 +77,7 @@ class Speculator:
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._step = _PLAIN  # the present one
         self._draft_seconds = self._own_seconds = 0.0  # of the present step; of them, for its pre-rolled part
+        self._longest = 0  # tokens that each row without a pre-rolled draft might draft
         self._proposed = 0.0  # the clock when the present step's proposal was ready
 
     def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
@@ -147,11 +148,13 @@ class Speculator:
         rows, running, pre_rolled = self._rows, self._rows.num_rows, step.pre_rolled
         counts = np.zeros(running, np.int32) if pre_rolled is None else pre_rolled.counts
         longest = np.zeros_like(counts)
+        self._longest = 0
         if step.strategy.draft_len:
             room = self.pre_rollouts.most_rows - running - int(counts.sum())
             share = max(0, room) // max(1, int(np.count_nonzero(counts == 0)))
             left = rows.limit[:running] - rows.output_len[:running] - 1
-            longest = np.where(counts, 0, np.minimum(left, min(step.strategy.draft_len, share)))
+            self._longest = min(step.strategy.draft_len, share)
+            longest = np.where(counts, 0, np.minimum(left, self._longest))
         if not longest.any() and pre_rolled is None:
             return None, longest
         lengths = self._reserve(longest + counts)
@@ -170,13 +173,11 @@ class Speculator:
             return
         step_seconds, step = self._clock() - self._proposed, self._step
         strategy = step.strategy if step.pre_rolled is None else PRE_ROLLED
-        drafted, reached, accepted = 0, _NO_POSITIONS, _NO_POSITIONS
+        drafted, accepted = 0, _NO_POSITIONS
         if draft is not None:
             assert result.accepted is not None
-            verified, longest = result.accepted, strategy.draft_len
-            drafted, at = draft.num_tokens, draft.positions
-            reached = np.bincount(at[verified.reached], minlength=longest)
-            accepted = np.bincount(at[verified.accepted], minlength=longest)
+            verified, drafted = result.accepted, draft.num_tokens
+            accepted = np.bincount(draft.positions[verified.accepted], minlength=strategy.draft_len)
             self._observe(draft, verified)
             if self.trace is not None:
                 self.trace.add(draft, verified, self._rows)
@@ -187,7 +188,7 @@ class Speculator:
             draft_seconds=self._draft_seconds,
             step_seconds=step_seconds,
             num_emitted=len(result.tokens),
-            reached=reached,
+            longest=self._longest,
             accepted=accepted,
         )
         if step.pre_rolled is None:

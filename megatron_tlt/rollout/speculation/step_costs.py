@@ -142,11 +142,11 @@ class AcceptanceCounts:
     tried: list[float]
     accepted: list[float]
 
-    def add(self, draft_len: int, num_running: int, accepted: list[int]) -> None:
-        """Counts one step of draft length `draft_len`. Mutates the counts."""
+    def add(self, longest: int, num_running: int, accepted: list[int]) -> None:
+        """Counts one step in which each row might draft `longest` tokens. Mutates the counts."""
         keep = max(0.5, 1.0 - num_running / _COUNT_STEPS)
         before = num_running
-        for at in range(draft_len):
+        for at in range(longest):
             now = accepted[at] if accepted else 0  # nothing drafted: none was accepted
             self.tried[at] = self.tried[at] * keep + before
             self.accepted[at] = self.accepted[at] * keep + now

@@ -156,7 +156,7 @@ def test_drafts_without_a_token_count_as_not_accepted():
         drafted += strategy != NO_DRAFT
         seconds = 1e-3 if strategy.kind == "none" else 1.2e-3
         m = measured(strategy, 2, 2, np.ones(2, np.int64), 0.0, seconds)
-        selector.record(type(m)(strategy, 2, 2, 0.0, seconds, 2, empty, empty))
+        selector.record(type(m)(strategy, 2, 2, 0.0, seconds, 2, strategy.draft_len, empty))
     assert drafted < 150
 
 

@@ -92,6 +92,14 @@ def test_every_decoding_step_is_measured() -> None:
         (CHAIN, 3.0, 10.0),
     ]
     plain, drafted = world.recorded[:2]
-    assert (plain.num_running, plain.num_rows, plain.num_emitted, len(plain.reached)) == (1, 1, 1, 0)
+    assert (plain.num_running, plain.num_rows, plain.num_emitted, plain.longest) == (1, 1, 1, 0)
     assert (drafted.num_running, drafted.num_rows, drafted.num_emitted) == (1, 3, 2)
-    assert drafted.reached.tolist() == [1, 1, 0] and drafted.accepted.tolist() == [1, 0, 0]
+    assert drafted.longest == 3 and drafted.accepted.tolist() == [1, 0, 0]
+
+
+def test_a_step_without_room_for_whole_drafts_says_how_long_they_could_be() -> None:
+    """Longer ones would count as rejected."""
+    world = World()
+    world.speculator.pre_rollouts.most_rows = 3
+    world.step(CHAIN)
+    assert [m.longest for m in world.recorded] == [2]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_tlt.rollout.speculation.step_costs import least_squares
+from megatron_tlt.rollout.speculation.step_costs import AcceptanceCounts, least_squares
 
 
 def test_least_squares_finds_the_costs_and_never_a_negative_one():
@@ -14,3 +14,13 @@ def test_least_squares_finds_the_costs_and_never_a_negative_one():
     assert min(falling) >= 0
     flat = least_squares([(t, 1e-3, 1.0) for t in terms], 3)
     assert flat[0] == pytest.approx(1e-3, rel=0.2) and 100 * flat[2] < 5e-4
+
+
+def test_positions_that_a_step_had_no_room_for_keep_their_rates():
+    counts = AcceptanceCounts([0.0] * 4, [0.0] * 4)
+    for _ in range(200):
+        counts.add(4, 8, [7, 6, 5, 4])
+    before = counts.rates()
+    for _ in range(200):
+        counts.add(2, 256, [224, 192])
+    assert counts.rates() == pytest.approx(before, rel=0.02)
