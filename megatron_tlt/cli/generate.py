@@ -300,8 +300,9 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
     if room < 1:
         raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
     if params.max_tokens > room:
-        allowed = f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
-        raise ConfigError.of("max_tokens", params.max_tokens, allowed)
+        prompt = f"the longest prompt, {longest.dataset_id}, has {count} tokens"
+        allowed = f"at most {room}: {prompt}, and with its response it must fit in the model's {limit} positions"
+        raise ConfigError.of("--max-tokens", params.max_tokens, allowed)
     return count + params.max_tokens
 
 

@@ -11,7 +11,7 @@ from megatron_tlt.backends import build
 from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.trainer.chat_checks import plain_prompt_warning
 from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
 from tests.helpers.chat_models import QWEN3, chat_model
@@ -87,3 +87,9 @@ def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_
     (warning,) = caplog.messages
     assert warning.startswith("2 of 3 trajectories ended without an answer of their environment; one of them: ")
     assert warning.endswith(": prompt 0, sample 1: no key")
+
+
+def test_a_response_that_is_too_long_is_refused_by_its_option_and_prompt(tmp_path: Path):
+    prompts, model = [Prompt(0, "p:1", (1,), ""), Prompt(1, "p:2", (1, 2), "")], ROOT / "assets/demo-policy"
+    with pytest.raises(ConfigError, match=r"^--max-tokens = 9999999: .* prompt, p:2, has 2 tokens, "):
+        generate_file(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=9999999), None)
