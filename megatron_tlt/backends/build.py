@@ -70,7 +70,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         (options.keep_layers or ()) if drafter is None else drafter.config.aux_layers,
     )
     if options.load_weights:
-        decoder.load_weights(iter_weights(model.path, config))
+        decoder.load_weights(options.watched(iter_weights(model.path, config)))
     history = _history(rollout)
     drafter_decoder = None
     if rollout.speculation.trained and drafter is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from megatron_tlt.config.rollout import SyncSection
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
@@ -37,6 +39,8 @@ class EngineOptions:
     """Tokens of the longest prompt and response that will come: the cache must hold them. 0: not known."""
     load_weights: bool = False
     """Load the weights in `model.path` (policy version 0); else the first weight sync brings them."""
+    watched: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = iter
+    """Passes on, unchanged, the weights that `load_weights` loads."""
     drafter: SavedDrafter | None = None
     """A trained drafter in place of that in `rollout.speculation.drafter_path`."""
     keep_layers: tuple[int, ...] | None = None

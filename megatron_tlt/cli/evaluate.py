@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.trainer.evaluation import EvalResult
 
 _MANY_CUT = 0.05  # share of responses, and the most that the accuracy could gain without the limit
 RESULT = rb'\{\n  "step": \d+,\n  "num_prompts": '  # how the result begins
@@ -56,15 +57,16 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _eval_on(config: Config, world: World, out: Path | None) -> None:
-    """Evaluates the model in `model.path` on the held-out prompts; prints the result as JSON. Collective."""
+    """Evaluates the model in `model.path` on the held-out prompts. Collective."""
     from megatron_tlt.data.prompts import held_out_prompts
     from megatron_tlt.observe.progress import build_progress
+    from megatron_tlt.sync.fingerprint import WeightFingerprint
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
     from megatron_tlt.trainer.evaluation import first_of_each
-    from megatron_tlt.trainer.metrics import threshold_warning
     from megatron_tlt.trainer.models import open_backend, push_policy, tensor_parallel
     from megatron_tlt.trainer.preflight import check_on, without_training
+    from megatron_tlt.trainer.response_cache import cache_beside, response_identity
     from megatron_tlt.trainer.setup import build_evaluator, open_tokenizer, prompt_queues, reward_pool
 
     reads = without_training(config, reads_prompts=False)
@@ -77,28 +79,41 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     rewards = reward_pool(config, world)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)
-    push_policy(config, world, backend)
+    weights = WeightFingerprint(world)
+    push_policy(config, world, backend, weights.watch)
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")
     if world.is_main:
         print(_what(config, len({*first_of_each(prompts).values()}), len(prompts)), file=sys.stderr, flush=True)
+    identity = response_identity(
+        evaluator.params, config.rollout, config.env, config.model.path, tokenizer, world.device
+    )
+    cache = cache_beside(out, config.rollout_cache, world, backend, weights, identity)
     # stdout holds the result, as JSON
     with closing(build_progress("auto", 0, world.rank, sys.stderr)) as progress:
-        result = evaluator.run(0, progress=progress)
+        result = evaluator.run(0, progress=progress, cache=cache)
     rewards.close()
     if environments is not None:
         environments.close()
     backend.close()
     if world.is_main:
-        row = {"reward/accuracy": result.pass_at["1"], "reward/mean": result.reward}
-        unreached = threshold_warning(row) if config.rewards.is_of_unknown_scale else None
-        for warning in filter(None, [unreached, _cut_warning(config, result.truncated)]):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-        text = json.dumps(to_json(asdict(result)), indent=2, allow_nan=False)
-        print(text, flush=True)
-        if out is not None:
-            write_atomically(out, [text])
+        _write_result(config, result, out)
+    cache.clear()
+
+
+def _write_result(config: Config, result: EvalResult, out: Path | None) -> None:
+    """Prints the result as JSON and writes it to `out`. Raises OSError."""
+    from megatron_tlt.trainer.metrics import threshold_warning
+
+    row = {"reward/accuracy": result.pass_at["1"], "reward/mean": result.reward}
+    unreached = threshold_warning(row) if config.rewards.is_of_unknown_scale else None
+    for warning in filter(None, [unreached, _cut_warning(config, result.truncated)]):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    text = json.dumps(to_json(asdict(result)), indent=2, allow_nan=False)
+    print(text, flush=True)
+    if out is not None:
+        write_atomically(out, [text])
 
 
 def _in_force(config: Config, name: str) -> float:

@@ -18,6 +18,7 @@ from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
+from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError
 from megatron_tlt.observe.files import write_atomically
@@ -31,16 +32,15 @@ _log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     import argparse
 
-    import torch
-
     from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import TurnSource
     from megatron_tlt.observe.jsonl import JsonRow
+    from megatron_tlt.resilience.rollout_cache import RolloutCache, Weights
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.types import EngineStats, Prompt, Sample
 
@@ -132,7 +132,6 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
-    from megatron_tlt.trainer.models import tensor_parallel
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
@@ -161,15 +160,17 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
             params,
             tokenizer,
             stats_path=args.stats,
-            device=world.device,
-            tp=tensor_parallel(world, world.size),
+            world=world,
             n=args.n,
             rollout=engine,
+            env=env,
             turns=turns,
             more_of=partial(_more_of, args.logprobs, environments),
         )
     if world.is_main:
-        written = f"{stats.finished_requests} responses, {stats.generated_tokens} tokens in {stats.seconds:.1f} s"
+        total, made = len(prompts) * args.n, stats.finished_requests
+        now = ", " if made == total else f"; now {made} of them, "
+        written = f"{total} responses{now}{stats.generated_tokens} tokens in {stats.seconds:.1f} s"
         print(f"wrote {args.out}: {written}", flush=True)
 
 
@@ -255,51 +256,84 @@ def generate_file(
     n: int = 1,
     stats_path: Path | None = None,
     rollout: RolloutSection | None = None,
-    device: torch.device | str = "cpu",
-    tp: TensorParallel | None = None,
+    world: World | None = None,
+    env: EnvSection | None = None,
     turns: TurnSource | None = None,
     more_of: Callable[[Sample], JsonRow] = lambda _: {},
 ) -> EngineStats:
-    """Generates `n` responses to each of `prompts` and writes `out_jsonl` at the end, whole.
+    """Generates `n` responses to each of `prompts` and writes `out_jsonl` at the end, whole. Until then finished ones
+    are in OUT.unfinished, from where the same call takes them (`cache_beside`). Returns counters of this call.
 
     Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and what `more_of`
     returns. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
-    `turns`: environments; text is then that of the last turn. All ranks of a tensor-parallel group call this; its rank
-    0 writes. Raises DataError for a prompt that is too long, ConfigError, CheckpointError, BackendError.
+    `turns`: environments, those of `env`; text is then that of the last turn. Collective over `world`, whose ranks are
+    one tensor-parallel engine; None: this process. Raises DataError for a prompt that is too long, ConfigError,
+    CheckpointError, BackendError.
     """
     from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.backends.options import EngineOptions
-    from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
-    from megatron_tlt.observe.progress import build_progress
+    from megatron_tlt.config.run import RolloutCacheSection
+    from megatron_tlt.distributed.together import SingleProcess
+    from megatron_tlt.sync.fingerprint import WeightFingerprint
+    from megatron_tlt.trainer.response_cache import cache_beside, response_identity
 
-    ranks = tp.size if tp is not None else 1
-    section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
-    model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
-    options = EngineOptions(
-        section,
-        model,
-        device=device,
-        tokenizer=tokenizer,
-        tp=tp,
-        local_ranks=ranks,
-        longest_request=model.max_context,
-        load_weights=True,
-    )
+    ranks = world or SingleProcess()
+    section = (rollout or RolloutSection()).model_copy(update={"tp": ranks.size})
+    weights = WeightFingerprint(ranks)
+    options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir), weights.watch)
     backend = build_backend(options)
     try:
+        identity = response_identity(params, section, env, model_dir, tokenizer, options.device)
+        cache = cache_beside(out_jsonl, RolloutCacheSection(), ranks, backend, weights, identity)
         started = time.perf_counter()
-        with closing(build_progress("auto", 0, 0 if tp is None else tp.rank)) as progress:
-            call = GenerateCall(prompts, params, n, turns=turns)
-            samples = backend.generate(progress.watched(call, "generate: responses", len(prompts) * n))
+        queue = PromptQueue(prompts, 0, 1, len(prompts), ticket=lambda: 0)  # all are this one replica's own
+        samples = _responses(cache, GenerateCall(queue, params, n, turns=turns), len(prompts) * n, ranks.rank)
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
-        if tp is None or tp.rank == 0:
+        if ranks.is_main:
             _write_responses(out_jsonl, samples, more_of)
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
+        cache.clear()
     finally:
         backend.close()
     return stats
+
+
+def _responses(cache: RolloutCache, call: GenerateCall, total: int, rank: int) -> list[Sample]:
+    """The `total` responses of the call, with those of earlier starts; rank 0 shows the progress. Collective."""
+    from megatron_tlt.observe.progress import build_progress
+
+    found = cache.find(call)
+    with closing(build_progress("auto", 0, rank)) as progress:
+        if cache.has_old_steps:
+            progress.note(cache.reuse_line(len(found), total))
+        return cache.generate(progress.watched(call, "generate: responses", total - len(found)), found)
+
+
+def _engine(
+    section: RolloutSection,
+    model_dir: Path,
+    tokenizer: HFTokenizer | None,
+    world: World | None,
+    longest: int,
+    watched: Callable[[Weights], Weights],
+) -> EngineOptions:
+    """The engine of all ranks, for requests of at most `longest` tokens; its weights pass `watched`. Collective."""
+    from megatron_tlt.backends.options import EngineOptions
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.trainer.models import tensor_parallel
+
+    return EngineOptions(
+        section,
+        ModelSection(path=str(model_dir), max_context=longest),
+        device="cpu" if world is None else world.device,
+        tokenizer=tokenizer,
+        tp=None if world is None else tensor_parallel(world, world.size),
+        local_ranks=section.tp,
+        longest_request=longest,
+        load_weights=True,
+        watched=watched,
+    )
 
 
 def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path) -> int:
@@ -313,8 +347,9 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
     if room < 1:
         raise DataError(f"{longest.dataset_id}: {count} tokens, but the model has {limit} positions")
     if params.max_tokens > room:
-        allowed = f"at most {room}: the longest prompt and its response must fit in the model's {limit} positions"
-        raise ConfigError.of("max_tokens", params.max_tokens, allowed)
+        prompt = f"the longest prompt, {longest.dataset_id}, has {count} tokens"
+        allowed = f"at most {room}: {prompt}, and with its response it must fit in the model's {limit} positions"
+        raise ConfigError.of("--max-tokens", params.max_tokens, allowed)
     return count + params.max_tokens
 
 

@@ -34,9 +34,10 @@ from megatron_tlt.types import BackendName
 
 RootT = TypeVar("RootT", bound=Section)
 
-# Fields of `rollout` that `generate` does not read: it has options of its own, and is the embedded engine of all ranks.
-_NOT_READ = ("tp", "backend", *get_args(BackendName), "samples_per_prompt", "temperature", "top_k", "top_p", "min_p",
-             "max_tokens", "stop")  # fmt: skip
+# Fields of `rollout` that `generate` does not read: it has options of its own, and is the embedded engine of all ranks,
+# which generates whole responses.
+_NOT_READ = ("tp", "backend", *get_args(BackendName), "schedule", "samples_per_prompt", "temperature", "top_k", "top_p",
+             "min_p", "max_tokens", "carry_over", "stop")  # fmt: skip
 
 
 def load_config(

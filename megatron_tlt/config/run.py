@@ -102,7 +102,8 @@ class ShutdownSection(Section):
 
 class RolloutCacheSection(Section):
     """Finished responses in run_dir/rollout_cache, until a checkpoint covers their step. With keyed sampling a resumed
-    run would generate the same responses again, so it reads them instead."""
+    run would generate the same responses again, so it reads them instead. Those of `eval --out OUT` are in
+    OUT.unfinished until OUT is written."""
 
     enabled: bool = True
     """Keep finished responses and reuse them after a restart. Rollouts without keyed sampling (backend:

@@ -23,6 +23,9 @@ class SingleProcess:
     def wait_for_all(self) -> None:
         """Waits for no one."""
 
+    def barrier(self) -> None:
+        """Waits for no one."""
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """[value]."""
         return [value]

@@ -9,6 +9,8 @@ the drafter trains on fewer responses of a resumed step; the policy is not affec
 
     run_dir/rollout_cache/step-000013/replica-00001-5f0c2a.jsonl    responses of step 13 by replica 1 of one start
 
+`generate` and `eval` keep theirs in OUT.unfinished, as step 1, until OUT is written.
+
 Every replica writes its own responses and reads those of all, so the number of ranks may change. Rank 0 removes a
 step's directory when a checkpoint covers it. Each line of a file is the CRC-32 of its JSON and the JSON: first the key,
 then one response a line. A crash tears at most the last line; reading stops at the first line whose checksum is wrong.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
@@ -46,12 +49,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.run import RolloutCacheSection
-    from megatron_tlt.distributed.world import World
+    from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import GenerateCall
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES = 4 << 30  # on the disk, of one replica; responses beyond them are not kept
+_MOST_BYTES = 4 << 30  # on the disk, of one replica of a run; responses beyond them are not kept
 Weights = Iterable[tuple[str, "Tensor"]]
 Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
@@ -75,9 +78,10 @@ class StoredResponse:
         return decode_sample(line["sample"])
 
 
-def find_responses(
-    path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]
-) -> dict[tuple[int, int], StoredResponse] | None:
+Found = dict[tuple[int, int], StoredResponse]  # by (prompt id, sample index)
+
+
+def find_responses(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Found | None:
     """Responses to the prompts in `prompt_crcs` (by id), by prompt id and sample index; None for a file of another key.
     Raises OSError.
     """
@@ -102,7 +106,7 @@ class ResponseWriter:
     A disk error ends the writing, not the run.
     """
 
-    def __init__(self, max_bytes: int):
+    def __init__(self, max_bytes: float):
         """At most `max_bytes` are written into steps that were not removed; responses beyond are not kept."""
         self._max_bytes = max_bytes
         self._path: Path | None = None
@@ -171,20 +175,22 @@ class RolloutCache:
     def __init__(
         self,
         section: RolloutCacheSection,
-        run_dir: Path,
-        world: World,
+        directory: Path,
+        world: Ranks,
         backend: RolloutBackend,
         weights: Fingerprint,
         *,
         identity: Mapping[str, Any],
         tp: int,
-        fresh: bool,
+        fresh: bool = False,
+        max_bytes: float = _MOST_BYTES,
     ):
-        """Without keyed sampling in `backend` nothing is kept or reused.
+        """Keeps responses in `directory`, of one replica at most `max_bytes`; without keyed sampling in `backend`
+        nothing is kept or reused.
 
         `identity`: settings on which a response depends, JSON-able. `fresh`: ignore old responses.
         """
-        self._directory, self._world = run_dir / "rollout_cache", world
+        self._directory, self._world = directory, world
         self._backend = backend
         self._keeps = section.enabled and backend.capabilities.keyed_sampling
         self._weights, self._identity, self._fresh = weights, dict(identity), fresh
@@ -193,7 +199,7 @@ class RolloutCache:
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None
         if self._is_first and self._keeps:
-            self._writer = ResponseWriter(_MOST_BYTES)
+            self._writer = ResponseWriter(max_bytes)
         if section.enabled and not self._keeps and world.is_main:
             _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
         self._old_steps: set[int] = set()  # steps with responses of earlier starts, seen by any rank
@@ -205,9 +211,7 @@ class RolloutCache:
         """Removes what a checkpoint of `steps_done` steps covers, or all for a fresh run. Collective."""
         if not self._keeps:
             return
-        if self._world.is_main and self._fresh:
-            shutil.rmtree(self._directory, ignore_errors=True)
-        self.remove_until(steps_done)
+        self.remove_until(math.inf if self._fresh else steps_done)
         self._world.barrier()
         self._old_steps = set().union(*self._world.all_gather_object(set(self._steps())))
 
@@ -215,6 +219,10 @@ class RolloutCache:
     def has_old_steps(self) -> bool:
         """Whether earlier starts have left responses, which this one may use."""
         return bool(self._old_steps)
+
+    def reuse_line(self, found: int, total: int) -> str:
+        """How many of `total` responses were `found`, for people."""
+        return f"reuses {found} of {total} responses, which earlier starts have left in {self._directory}"
 
     def fingerprint(self, weights: Weights) -> Weights:
         """Yields a weight sync's weights unchanged; their checksum becomes part of the key."""
@@ -232,19 +240,26 @@ class RolloutCache:
             name = f"replica-{self._replica:05d}-{self._start_id}.jsonl"
             self._writer.begin(directory / name, self._key)
 
-    def generate(self, call: GenerateCall) -> list[Sample]:
+    def find(self, call: GenerateCall) -> Found:
+        """The responses of earlier starts that `call` asks for, by prompt id and sample index, to the prompts of all
+        replicas; `call.prompts` is a `PromptQueue`. Collective while there may be any.
+        """
+        if self._old_files is None:
+            return {}
+        assert isinstance(call.prompts, PromptQueue)
+        return self._same_in_replica(self._find(self._old_files, call.prompts.prompts, call))
+
+    def generate(self, call: GenerateCall, found: Found | None = None) -> list[Sample]:
         """As the backend's `generate`, with cached responses in place of new ones; `call.prompts` is a `PromptQueue`.
 
-        Collective while there may be responses of an earlier start. Raises OSError where one of these cannot be read
-        any more.
+        `found`: what `find` has returned for the call; None: it is called here. Collective while there may be responses
+        of an earlier start. Raises OSError where one of these cannot be read any more.
         """
         if not self._keeps:
             return self._backend.generate(call)
         queue = call.prompts
         assert isinstance(queue, PromptQueue)
-        found: dict[tuple[int, int], StoredResponse] = {}
-        if self._old_files is not None:
-            found = self._same_in_replica(self._find(self._old_files, queue.prompts, call))
+        found = self.find(call) if found is None else found
         on_response = self._writer_for(queue.prompts, call)
         made = self._backend.generate(replace(call, have={*call.have, *found}, on_response=on_response))
         fetched = {prompt.prompt_id for prompt in queue.fetched}
@@ -278,7 +293,7 @@ class RolloutCache:
         self._writer.end()
         return sums({"rollout_cache/reused": self._reused, "rollout_cache/disabled": self._writer.has_failed})
 
-    def remove_until(self, step: int | None) -> None:
+    def remove_until(self, step: float | None) -> None:
         """Removes the steps up to `step`, that of this run's newest complete checkpoint."""
         if self._world.is_main and self._keeps and step is not None:
             for number, directory in self._steps().items():
@@ -291,8 +306,10 @@ class RolloutCache:
             return
         self.close()
         self._world.barrier()  # every file is closed
+        self.remove_until(math.inf)
         if self._world.is_main:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            with suppress(OSError):  # there was none, or it holds what the cache has not made
+                self._directory.rmdir()
 
     def close(self) -> None:
         """Closes the step's file."""
@@ -303,17 +320,16 @@ class RolloutCache:
         found = {path.name.removeprefix("step-"): path for path in sorted(self._directory.glob("step-*"))}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
-    def _find(
-        self, files: Sequence[Path], prompts: Sequence[Prompt], call: GenerateCall
-    ) -> dict[tuple[int, int], StoredResponse]:
+    def _find(self, files: Sequence[Path], prompts: Sequence[Prompt], call: GenerateCall) -> Found:
         """Responses to these prompts in files with the present key, those that the call lacks."""
-        found: dict[tuple[int, int], StoredResponse] = {}
+        found: Found = {}
         crcs = _crcs(prompts, call)
         for path in files:
             try:
                 responses = find_responses(path, self._key, crcs)
                 if responses is None:
-                    _log.info("%s has responses of other weights or settings: not used", path)
+                    if self._world.is_main:
+                        _log.warning("%s has responses of other weights or settings: not used", path)
                     continue
                 found |= {
                     at: stored
@@ -324,7 +340,7 @@ class RolloutCache:
                 _log.warning("%s cannot be read, its responses are generated again: %s", path, error)
         return found
 
-    def _same_in_replica(self, found: dict[tuple[int, int], StoredResponse]) -> dict[tuple[int, int], StoredResponse]:
+    def _same_in_replica(self, found: Found) -> Found:
         """`found` if all ranks of this replica found the same, else nothing: they must pass their engine the same.
 
         Collective.

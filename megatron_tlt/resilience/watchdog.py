@@ -138,8 +138,8 @@ class Watchdog:
         if self._end is None and status.outcome == "running":
             seconds = time.time() - status.written_at
             text = (
-                f"{status.name} ended without an error message (killed? out of memory?), in {status.where}; "
-                f"last sign of life {seconds:.1f} s before"
+                f"{status.name} ended without an error message (killed? out of memory? a second Ctrl-C?), in "
+                f"{status.where}; last sign of life {seconds:.1f} s before"
             )
             self._claim("killed", text, [rank])
 

@@ -13,7 +13,7 @@ from megatron_tlt.sync.buckets import checksum
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.distributed.world import World
+    from megatron_tlt.distributed.together import Ranks
 
 _CHUNK = 1 << 22  # numbers summed at once on a device, in int64 five times: 160 MiB, which the plan does not count
 
@@ -22,7 +22,7 @@ class WeightFingerprint:
     """Hashes the tensors of a weight sync, which come in full to every rank. Ranks share the work: each sums some
     tensors."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: Ranks):
         self._world = world
         self._sums: list[tuple[str, int]] = []
 

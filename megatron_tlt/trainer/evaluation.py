@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_tlt.data.prompt_queue import PromptQueues
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.progress import ProgressDisplay
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.environments import Environments
@@ -114,7 +116,7 @@ class Evaluator:
         self._section, self._backend, self._rewards, self._world = section, backend, rewards, queues.world
         own = {name: getattr(section, name) for name in ("max_tokens", "top_k", "top_p", "min_p")}
         own = {name: value for name, value in own.items() if value is not None}
-        self._params = replace(params, temperature=section.temperature, seed=params.seed + _SEED_OFFSET, **own)
+        self.params = replace(params, temperature=section.temperature, seed=params.seed + _SEED_OFFSET, **own)
         self._draft_bytes = draft_bytes
         self._drafts: dict[tuple[int, int], np.ndarray] = {}  # see `GenerateCall.drafts`; the same on every rank
 
@@ -123,8 +125,10 @@ class Evaluator:
         step: int,
         stop: GracefulShutdown | None = None,
         progress: ProgressDisplay | None = None,
+        cache: RolloutCache | None = None,
     ) -> EvalResult:
-        """Evaluates the engine's present policy; `progress` shows the finished responses of this rank's engine.
+        """Evaluates the engine's present policy; `progress` shows the finished responses of this rank's engine. `cache`
+        keeps responses and has those of earlier starts.
 
         Collective. Raises GracefulExit if `stop` cuts it short, and UnjudgedError where no response was judged.
         """
@@ -132,14 +136,19 @@ class Evaluator:
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
         dropped = False
         with turns_of(self._environments) as turns:
-            call = GenerateCall(queue, self._params, num_samples, self._report, drafts=self._drafts, turns=turns)
+            call = GenerateCall(queue, self.params, num_samples, self._report, drafts=self._drafts, turns=turns)
+            found = {} if cache is None else cache.find(call)
+            total = len(self._prompts) * num_samples
             if progress is not None:
-                share = -(-len(self._prompts) * self._queues.tp // self._world.size)
-                call = progress.watched(call, "eval: responses of this replica", share * num_samples)
+                if cache is not None and cache.has_old_steps:
+                    progress.note(cache.reuse_line(len(found), total))
+                share = -(-(total - len(found)) // self._queues.num_replicas)
+                call = progress.watched(call, "eval: responses of this replica", share)
+            generate = self._backend.generate if cache is None else partial(cache.generate, found=found)
             if stop is None:
-                samples = self._backend.generate(call)
+                samples = generate(call)
             else:
-                samples, dropped = stop.interruptible(self._backend.generate, call)
+                samples, dropped = stop.interruptible(generate, call)
         self._world.wait_for_all()  # there is no idle window, and one replica may have the longest responses
         if stop is not None:
             stop.sync("eval", dropped)

@@ -6,7 +6,7 @@ Order matters: configuration errors are found before weights are loaded, and wei
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
-from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.interfaces import CAPABILITIES, RolloutBackend
@@ -46,6 +45,7 @@ from megatron_tlt.trainer.models import build_models, tensor_parallel
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.trainer.preflight import check_on, place_problems
 from megatron_tlt.trainer.recovery import Recovery, TrainState
+from megatron_tlt.trainer.response_cache import response_identity
 from megatron_tlt.trainer.sampling import GroupSampler, sampling_params, step_params
 from megatron_tlt.trainer.teacher import with_teacher_shape
 from megatron_tlt.trainer.token_checks import open_tokenizer
@@ -237,24 +237,19 @@ def build_rollout_cache(
     config: Config, run_dir: Path, world: World, tokenizer: HFTokenizer, backend: RolloutBackend
 ) -> RolloutCache:
     """The cache of finished responses in `run_dir`; without keyed sampling nothing is kept."""
-    rollout = config.rollout
+    params, model = step_params(config), config.model.path
     identity = {
-        **asdict(step_params(config)),
-        "eos": list(tokenizer.eos_token_ids),
-        "device": world.device.type,
-        **({} if config.env is None else {"env": environment_fingerprint(config.env)}),
-        **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
-        **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
+        **response_identity(params, config.rollout, config.env, model, tokenizer, world.device),
         **({} if config.actor.router_replay == "off" else {"routed_experts": True}),
     }
     return RolloutCache(
         config.rollout_cache,
-        run_dir,
+        run_dir / "rollout_cache",
         world,
         backend,
         WeightFingerprint(world),
         identity=identity,
-        tp=rollout.tp,
+        tp=config.rollout.tp,
         fresh=config.checkpoint.resume == "never",
     )
 

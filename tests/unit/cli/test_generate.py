@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,12 +18,15 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.together import SingleProcess
-from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.errors import BackendError, ConfigError, DataError
+from megatron_tlt.interfaces import CAPABILITIES
+from megatron_tlt.resilience.rollout_cache import ResponseWriter
 from megatron_tlt.trainer.chat_checks import plain_prompt_warning
 from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
 from tests.helpers.chat_models import QWEN3, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
+from tests.helpers.tiny_models import hf_model
 
 
 @pytest.mark.parametrize(
@@ -92,10 +99,96 @@ def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     samples = [Sample(0, i, [1], [], "", "abort", 0, failure=why) for i, why in enumerate((None, "no key", "no net"))]
-    engine = SimpleNamespace(generate=lambda call: samples, take_stats=EngineStats, close=lambda: None)
+    can = CAPABILITIES["embedded"]
+    engine = SimpleNamespace(
+        generate=lambda call: samples, take_stats=EngineStats, close=lambda: None, capabilities=can
+    )
     monkeypatch.setattr(build, "build_backend", lambda options: engine)
     prompts, model = [Prompt(0, "p:1", (1,), "")], ROOT / "assets/demo-policy"
     generate_file(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), None, n=3)
     (warning,) = caplog.messages
     assert warning.startswith("2 of 3 trajectories ended without an answer of their environment; one of them: ")
     assert warning.endswith(": prompt 0, sample 1: no key")
+
+
+def test_a_response_that_is_too_long_is_refused_by_its_option_and_prompt(tmp_path: Path):
+    prompts, model = [Prompt(0, "p:1", (1,), ""), Prompt(1, "p:2", (1, 2), "")], ROOT / "assets/demo-policy"
+    with pytest.raises(ConfigError, match=r"^--max-tokens = 9999999: .* prompt, p:2, has 2 tokens, "):
+        generate_file(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=9999999), None)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    hf_model("qwen3").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+PARAMS = SamplingParams(max_tokens=12, seed=3)
+PROMPTS = [Prompt(i, f"p:{i}", (5 + i, 6), "") for i in range(3)]
+
+
+def generated(model: Path, out: Path, params: SamplingParams = PARAMS) -> EngineStats:
+    return generate_file(model, PROMPTS, out, params, None, n=2)
+
+
+def stopped(model: Path, out: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A call whose engine fails with four of six responses finished; the directory of these."""
+    add, count = ResponseWriter.add, [0]
+
+    def add_and_fail(self: ResponseWriter, *response: Any) -> None:
+        add(self, *response)
+        count[0] += 1
+        if count[0] == 4:
+            raise BackendError("the engine has failed")
+
+    with patch.context() as failing:
+        failing.setattr(ResponseWriter, "add", add_and_fail)
+        with pytest.raises(BackendError, match="the engine has failed"):
+            generated(model, out)
+    assert not out.exists()
+    return out.with_name(f"{out.name}.unfinished")
+
+
+def test_a_call_that_was_stopped_generates_only_the_rest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    whole = generated(model, tmp_path / "whole.jsonl")
+    out = tmp_path / "new" / "out.jsonl"
+    unfinished = stopped(model, out, monkeypatch)
+    for path in (unfinished, *unfinished.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    rest = generated(model, out)
+    assert (rest.finished_requests, rest.generated_tokens < whole.generated_tokens) == (2, True)
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert f"reuses 4 of 6 responses, which earlier starts have left in {unfinished}\n" in capsys.readouterr().out
+    assert os.listdir(out.parent) == ["out.jsonl"]
+    stopped(model, out := tmp_path / "again.jsonl", monkeypatch)
+    assert generate_file(model, PROMPTS, out, PARAMS, None, n=3).finished_requests == 5, "more samples of a prompt"
+
+
+@pytest.mark.parametrize("change", ["seed", "weights"])
+def test_responses_of_another_seed_or_model_are_not_used(
+    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    out, params = tmp_path / "out.jsonl", replace(PARAMS, seed=4) if change == "seed" else PARAMS
+    unfinished = stopped(model, out, monkeypatch)
+    (unfinished / "notes").write_text("a user's")
+    if change == "weights":
+        hf_model("qwen3", initializer_range=0.1).save_pretrained(model)
+    assert generated(model, out, params).finished_requests == 6
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{unfinished}/step-000001/") and warning.endswith(": not used")
+    assert os.listdir(unfinished) == ["notes"], "what it has not made stays"
+
+
+def test_responses_that_cannot_be_kept_end_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "out.jsonl.unfinished").write_text("in the way")
+    generated(model, tmp_path / "out.jsonl")
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
+    (warning,) = caplog.messages
+    assert warning.startswith("the rollout cache is off, a restart generates these responses again: ")
+    os.mkfifo(tmp_path / "pipe")  # it keeps nothing beside a pipe
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    generated(model, tmp_path / "pipe")
+    assert os.read(reader, 1 << 16).count(b"\n") == 6
+    assert not (tmp_path / "pipe.unfinished").exists()

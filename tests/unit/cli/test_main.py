@@ -58,9 +58,10 @@ def test_generate_takes_engine_settings_only(capsys):
     assert args.overrides == ["rollout.numerics=invariant", "rollout.speculation.drafter=suffix"]
     assert main([*command, "train.num_steps=1"]) == 2
     assert "must look like rollout.key=value" in capsys.readouterr().err
-    assert main([*command, "rollout.temperature=0", "rollout.tp=2"]) == 2
+    unread = ["temperature=0", "tp=2", "carry_over=8", "schedule=static"]
+    assert main([*command, *(f"rollout.{setting}" for setting in unread)]) == 2
     said = capsys.readouterr().err
-    assert said.count("not read by generate") == 2
+    assert said.count("not read by generate") == len(unread)
     assert main([*command, "rollout.speculation.drafter=eagle"]) == 2
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
 

@@ -158,7 +158,7 @@ class Engine:
 
 
 def make(run_dir: Path, engine: Engine, seed: int = 3, fresh: bool = False) -> RolloutCache:
-    parts: Any = (run_dir, WORLD, engine, Weights())
+    parts: Any = (run_dir / "rollout_cache", WORLD, engine, Weights())
     return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=1, fresh=fresh)
 
 
@@ -297,11 +297,14 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
     cache = make(tmp_path, Engine())
     cache.clear()
     cache.close()
+    assert [path.name for path in (tmp_path / "rollout_cache").iterdir()] == ["step-000001.old"]
+    (tmp_path / "rollout_cache/step-000001.old").unlink()
+    cache.clear()
     assert not (tmp_path / "rollout_cache").exists()
 
 
 def test_a_cache_that_is_off_leaves_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "rollout_cache/step-000001").mkdir(parents=True)
-    parts: Any = (tmp_path, WORLD, Engine(), Weights())
+    parts: Any = (tmp_path / "rollout_cache", WORLD, Engine(), Weights())
     RolloutCache(RolloutCacheSection(enabled=False), *parts, identity={}, tp=1, fresh=False).clear()
     assert (tmp_path / "rollout_cache/step-000001").exists()

@@ -93,7 +93,8 @@ def test_a_rank_that_ends_without_an_error_message_is_named_with_its_phase(tmp_p
     assert codes[0] == -signal.SIGKILL, "no launcher ends the other rank, so the watchdog does"
     name = status.rows[0].status.name
     assert (status.rows[0].status.rank, status.rows[0].condition, status.rows[1].condition) == (1, "killed", "ended")
-    assert status.end.text.startswith(f"{name} ended without an error message") and where in status.end.text
+    causes = "(killed? out of memory? a second Ctrl-C?)"
+    assert status.end.text.startswith(f"{name} ended without an error message {causes}, in {where}; ")
     assert capfd.readouterr().err == f"megatron-tlt: {status.end.text}\n"
 
 

@@ -112,5 +112,5 @@ def test_rows_with_the_same_prompt_and_answer_are_one_prompt(answers, num_prompt
 
 def test_masks_of_an_evaluation_are_the_rollouts_unless_it_has_its_own():
     of_eval = [EvalSection(), EvalSection(top_p=0.7, top_k=0, min_p=0.1)]
-    taken = [evaluator_of(failed=0, section=section)._params for section in of_eval]
+    taken = [evaluator_of(failed=0, section=section).params for section in of_eval]
     assert [(p.top_p, p.top_k, p.min_p) for p in taken] == [(0.9, 7, 0.0), (0.7, 0, 0.1)]

@@ -1,0 +1,80 @@
+"""The settings on which responses depend, and the cache of responses of a command that writes one file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_tlt.backends.base import end_tokens
+from megatron_tlt.config.run import UNFINISHED, RolloutCacheSection
+from megatron_tlt.envs.build import environment_fingerprint
+from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.resilience.rollout_cache import RolloutCache
+
+if TYPE_CHECKING:
+    from megatron_tlt.config.env import EnvSection
+    from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.together import Ranks
+    from megatron_tlt.interfaces import RolloutBackend
+    from megatron_tlt.resilience.rollout_cache import Fingerprint
+    from megatron_tlt.types import SamplingParams
+
+
+def response_identity(
+    params: SamplingParams,
+    rollout: RolloutSection,
+    env: EnvSection | None,
+    model: str | Path,
+    tokenizer: HFTokenizer | None,
+    device: torch.device | str,
+) -> dict[str, Any]:
+    """The settings on which a response of the policy in `model` depends, beside prompt and weights; JSON-able.
+
+    Raises EnvError.
+    """
+    return {
+        **asdict(params),
+        "eos": end_tokens(ModelConfig.from_hf(model), tokenizer),
+        "device": torch.device(device).type,
+        **({} if env is None else {"env": environment_fingerprint(env)}),
+        **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
+        **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
+    }
+
+
+def cache_beside(
+    out: Path | None,
+    section: RolloutCacheSection,
+    ranks: Ranks,
+    backend: RolloutBackend,
+    weights: Fingerprint,
+    identity: Mapping[str, Any],
+) -> RolloutCache:
+    """The cache, ready for responses, of a command that writes `out` whole at its end: OUT.unfinished, until `clear`.
+
+    Nothing is kept where `out` is None, a pipe or a device. Makes the directory of `out`. `weights` has seen those of
+    `backend`; `identity`: `response_identity`. Collective. Raises OSError.
+    """
+    enabled = section.enabled and out is not None and (out.is_file() or not out.exists())
+    enabled, directory = ranks.broadcast_object(enabled), Path(f"{out}.{UNFINISHED}")
+    if enabled and ranks.is_main:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    cache = RolloutCache(
+        RolloutCacheSection(enabled=enabled),
+        directory,
+        ranks,
+        backend,
+        weights,
+        identity=identity,
+        tp=identity["tp"],
+        max_bytes=math.inf,  # as of OUT
+    )
+    cache.start(0)
+    cache.begin_step(1, 0)
+    return cache
