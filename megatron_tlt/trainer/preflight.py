@@ -167,7 +167,7 @@ def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[st
     first, own = copies[0]
     problems = []
     for field, weights in own.items():
-        if other := next((host for host, copy in copies if copy.get(field) != weights), None):
+        if other := next((host for host, copy in copies if copy[field][1] != weights[1]), None):
             allowed = f"hosts {first} and {other} hold different weights: copy one's to all hosts, or share a disk"
             problems.append(ConfigProblem(field, weights[0], allowed))
     return problems
