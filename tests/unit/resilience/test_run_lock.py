@@ -20,8 +20,9 @@ from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
 def rank_of(is_main: bool, owner: str = "", others: tuple[str, ...] = (), **more: Any) -> Any:
     """One rank's world; `owner`: the text of rank 0's lock, `others`: hosts of other ranks that do not find it."""
     return SimpleNamespace(
-        is_main=is_main, barrier=lambda: None, wait_for_all=lambda: None, broadcast_object=lambda mine: mine if is_main else ("", owner),
-        all_gather_object=lambda mine: [mine, *others], **{"at_refusal": lambda undo: None, **more},
+        is_main=is_main, barrier=lambda: None, broadcast_object=lambda mine: mine if is_main else ("", owner),
+        wait_for_all=lambda: None, all_gather_object=lambda mine: [mine, *others],
+        **{"at_refusal": lambda undo: None, **more},
     )  # fmt: skip
 
 
