@@ -75,6 +75,18 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
     assert tuple(found) == split
 
 
+def test_weights_by_handles_of_expandable_segments_are_refused_where_a_command_has_an_engine(monkeypatch):
+    """`eval`, too, pushes weights."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=1, is_main=True, all_gather_object=lambda mine: [mine],
+        broadcast_object=lambda value: value,
+    )  # fmt: skip
+    given = make(rollout={"backend": "vllm"}, sync={"transport": "cuda_ipc"})
+    with pytest.raises(ConfigError, match="remove expandable_segments"):
+        check_on(without_training(given, reads_prompts=False), world)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
