@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_tlt.backends.embedded import EmbeddedBackend
+    from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -268,25 +269,10 @@ def generate_file(
     0 writes. Raises DataError for a prompt that is too long, ConfigError, CheckpointError, BackendError.
     """
     from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.backends.options import EngineOptions
-    from megatron_tlt.config.model import ModelSection
-    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.observe.progress import build_progress
 
-    ranks = tp.size if tp is not None else 1
-    section = (rollout or RolloutSection()).model_copy(update={"tp": ranks})
-    model = ModelSection(path=str(model_dir), max_context=_context(prompts, params, model_dir))
-    options = EngineOptions(
-        section,
-        model,
-        device=device,
-        tokenizer=tokenizer,
-        tp=tp,
-        local_ranks=ranks,
-        longest_request=model.max_context,
-        load_weights=True,
-    )
-    backend = build_backend(options)
+    context = _context(prompts, params, model_dir)
+    backend = build_backend(_engine_options(model_dir, context, tokenizer, rollout, device, tp))
     try:
         started = time.perf_counter()
         with closing(build_progress("auto", 0, 0 if tp is None else tp.rank)) as progress:
@@ -300,6 +286,32 @@ def generate_file(
     finally:
         backend.close()
     return stats
+
+
+def _engine_options(
+    model_dir: Path,
+    context: int,
+    tokenizer: HFTokenizer | None,
+    rollout: RolloutSection | None,
+    device: torch.device | str,
+    tp: TensorParallel | None,
+) -> EngineOptions:
+    """An engine for requests of `context` tokens and less, which loads its weights."""
+    from megatron_tlt.backends.options import EngineOptions
+    from megatron_tlt.config.model import ModelSection
+    from megatron_tlt.config.rollout import RolloutSection
+
+    ranks = tp.size if tp is not None else 1
+    return EngineOptions(
+        (rollout or RolloutSection()).model_copy(update={"tp": ranks}),
+        ModelSection(path=str(model_dir), max_context=context),
+        device=device,
+        tokenizer=tokenizer,
+        tp=tp,
+        local_ranks=ranks,
+        longest_request=context,
+        load_weights=True,
+    )
 
 
 def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path) -> int:
