@@ -33,7 +33,7 @@ from megatron_tlt.actor.checkpoint_files import Manifest
 from megatron_tlt.actor.compat import cpu_as_cuda, current_device, load_numbers_only
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.lora import FACTORS
-from megatron_tlt.actor.shard_writer import ThreadSaveStrategy, ThreadWriter
+from megatron_tlt.actor.shard_writer import ThreadSaveStrategy
 from megatron_tlt.actor.torch_dist_reader import METADATA, TorchDistReader, read_metadata
 from megatron_tlt.actor.weights import trainable
 from megatron_tlt.distributed.together import together
@@ -46,7 +46,6 @@ from megatron_tlt.observe.files import sync
 # megatron comes after compat.
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
@@ -89,23 +88,23 @@ def start_save(
             (scratch / "probe").unlink()
     strategy = ThreadSaveStrategy()
     with cpu_as_cuda(), _disk_errors(world, directory):
-        request = dist_checkpointing.save(
+        dist_checkpointing.save(
             sharded_state(module, optimizer, groups, values_of),
             str(scratch),
             FullyParallelSaveStrategyWrapper(strategy, groups.dp),  # replicas divide what all of them hold
             async_sharded_save=True,
             content_metadata={"format": "torch_dist"},
         )
-    assert strategy.writer is not None and request is not None
+    assert strategy.writer is not None
     strategy.writer.start(files_of_rank)
-    return SaveHandle(world, directory, manifest, strategy.writer, request, keep)
+    return SaveHandle(world, directory, manifest, strategy, keep)
 
 
 @contextmanager
-def _saving_together(world: World, intent: str = "") -> Iterator[None]:
+def _saving_together(world: World) -> Iterator[None]:
     """As `together`; what every rank raises is a SaveError."""
     try:
-        with together(world, intent):
+        with together(world):
             yield
     except CheckpointError as error:
         raise SaveError(str(error)) from error
@@ -132,13 +131,13 @@ class SaveHandle:
         world: World,
         directory: Path,
         manifest: Manifest,
-        writer: ThreadWriter,
-        request: AsyncRequest,
+        strategy: ThreadSaveStrategy,
         keep: int | None,
     ):
         self.directory, self.done = directory, False
-        self._world, self._manifest, self._writer = world, manifest, writer
-        self._request, self._keep = request, keep
+        assert strategy.writer is not None, "see `start_save`"
+        self._world, self._manifest, self._keep = world, manifest, keep
+        self._strategy, self._writer = strategy, strategy.writer
 
     def poll(self) -> bool:
         """Publishes the checkpoint if every rank has written its part; whether it is published.
@@ -155,7 +154,8 @@ class SaveHandle:
     def wait(self) -> None:
         """Publishes the checkpoint once all writers are done. Raises SaveError as `poll` does.
 
-        One rank's may take longer than a collective may; one that takes `_WAITS` times as long raises CheckpointError.
+        One rank's may take longer than a collective may; one that takes `_WAITS` times as long raises CheckpointError,
+        on that rank alone.
         """
         end = time.monotonic() + _WAITS * self._world.timeout_s
         while not self.poll():
@@ -171,12 +171,10 @@ class SaveHandle:
             if self._world.is_main:  # leaves room on a full disk for the run's logs
                 shutil.rmtree(files.scratch_of(self.directory), ignore_errors=True)
             raise SaveError(f"cannot write {self.directory}: {'; '.join(failures)}")
-        with cpu_as_cuda(), _disk_errors(self._world, self.directory):
-            for finish in self._request.finalize_fns:
-                finish()
         written = {name: record for _, records in report for name, record in records.items()}
         manifest = replace(self._manifest, files=written)
-        with _saving_together(self._world, f"publish {self.directory}"):
+        with _saving_together(self._world), _disk_errors(self._world, self.directory):
+            self._strategy.write_metadata()
             if self._world.is_main:
                 files.publish(self.directory, manifest, self._keep)
         self.done = True

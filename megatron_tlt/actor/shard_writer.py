@@ -25,12 +25,10 @@ from megatron_tlt.actor.checkpoint_files import FileRecord, record_of
 
 # isort: split
 # megatron comes after compat.
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -89,7 +87,7 @@ class ThreadWriter(FileSystemWriterAsync):
         self._thread.join(timeout_s)
 
     def retrieve_write_results(self) -> list[WriteResult]:
-        """The entries that megatron's finalisation puts into the metadata."""
+        """This rank's entries of the metadata."""
         return self._results
 
 
@@ -125,14 +123,26 @@ class ThreadSaveStrategy(TorchDistSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
         self.writer: ThreadWriter | None = None
+        self._planned: Any = None  # the metadata on the first rank, and the group that planned
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Plans with the other ranks and takes the snapshot. Collective."""
+        """Plans with the other ranks and takes the snapshot. Collective. In place of the request: `write_metadata`."""
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         self.writer = ThreadWriter(Path(checkpoint_dir))
-        planned, *_ = save_state_dict_async_plan(
+        (_, *self._planned), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),
             self.writer,
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
-        return AsyncRequest(None, [], [lambda: save_state_dict_async_finalize(*planned)])
+        return AsyncRequest(None, (), [])
+
+    def write_metadata(self) -> None:
+        """Writes .metadata and metadata.json on the first rank, once every rank's writer is done. Collective, and
+        unlike megatron's own functions for this not after a write, where one that fails leaves the other ranks waiting.
+        """
+        assert self.writer is not None, "see `async_save`"
+        metadata, ranks = self._planned
+        results = ranks.gather_object(self.writer.retrieve_write_results())
+        if ranks.is_coordinator:
+            self.writer.finish(metadata, results)
+            save_config(CheckpointingConfig(self.backend, self.version), str(self.writer.checkpoint_dir))

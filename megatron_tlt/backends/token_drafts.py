@@ -188,5 +188,4 @@ class TokenDrafts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s."""
         self._drafter.load_state_dict(state["calibration"])
-        if "pre_rollouts" in state:
-            self._pre_rollouts.load_state_dict(state["pre_rollouts"])
+        self._pre_rollouts.load_state_dict(state["pre_rollouts"])

@@ -31,8 +31,8 @@ class PromptSourceConfig(Section):
     that Dataset.save_to_disk wrote. jsonl: an object a line, or one list of them; text files may be compressed (gzip,
     bzip2, xz, zstd)."""
     path: Annotated[str | None, OnDisk("rows", split="split")] = None
-    """File (jsonl, parquet) or directory (hf; of parquet the files of split train, as with hf). hf: or a name on the
-    hub, OWNER/NAME or OWNER/NAME@REVISION."""
+    """File (jsonl, parquet) or directory (hf; of parquet the Parquet files of split train, as with hf). hf: or a name
+    on the hub, OWNER/NAME or OWNER/NAME@REVISION."""
     subset: str | None = None
     """hf: subset of the data set (`configs` of its card, else a folder); default: the card's default, or the only
     one."""

@@ -194,7 +194,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("val_kwargs.top_k", Here("eval.top_k", "unset: the rollout's")),
     ("val_kwargs.top_p", Here("eval.top_p", "unset: the rollout's")),
     ("save_freq save_steps save_period", Here("checkpoint.every", "RL steps")),
-    ("save_strategy checkpointing.enabled", Here("checkpoint.every", "0: only at a signal")),
+    ("save_strategy checkpointing.enabled", Here("checkpoint.every", "0: after the last step and at a signal")),
     ("save_total_limit max_actor_ckpt_to_keep keep_top_k", Here("checkpoint.keep", "the newest ones")),
     ("async_save", Here("checkpoint.asynchronous")),
     ("resume_mode resume_from_checkpoint resume_from_path", Here("checkpoint.resume")),

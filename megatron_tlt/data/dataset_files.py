@@ -81,9 +81,11 @@ def _check_files(names: Sequence[str], where: str) -> None:
             raise DataError(f"{where} has {' and '.join(same)}, which may hold the same rows: keep one of them")
 
 
-def unread_files(directory: Path, subset: str | None) -> list[str]:
-    """Files of rows in a clone without a card's list that no split reads: others name their split, these do not."""
-    names = [name for name in _names_in(directory) if _is_data(name) and not name.endswith(_TEXTS)]
+def unread_files(directory: Path, subset: str | None, ending: str = "") -> list[str]:
+    """Files of rows in a clone without a card's list that no split reads: others name their split, these do not. Only
+    names with `ending` count.
+    """
+    names = [name for name in _names_in(directory, ending) if _is_data(name) and not name.endswith(_TEXTS)]
     where = str(directory)
     config = _subset_of(_configs(directory / CARD, where), subset, where)
     splits = {} if "data_files" in config else _splits(config, names, where)
@@ -103,19 +105,19 @@ def missing_shards(directory: Path) -> list[str]:
     ]
 
 
-def _names_in(directory: Path) -> list[str]:
-    return [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+def _names_in(directory: Path, ending: str = "") -> list[str]:
+    return [path.relative_to(directory).as_posix() for path in directory.rglob(f"*{ending}") if path.is_file()]
 
 
 def read_dataset_files(
-    directory: Path, subset: str | None, split: str | None, texts: Sequence[str]
+    directory: Path, subset: str | None, split: str | None, texts: Sequence[str], ending: str = ""
 ) -> tuple[Any, Where]:
     """(rows of a subset and split of a clone of a data set, in memory: mappings; their places). Raises DataError.
 
-    `texts`: columns whose cells are not interpreted in files that have no types: 00501 is not 501. Numbers of JSON are
-    `JsonNumber`s.
+    Only files whose names have `ending` count. `texts`: columns whose cells are not interpreted in files that have no
+    types: 00501 is not 501. Numbers of JSON are `JsonNumber`s.
     """
-    chosen = choose_files(_names_in(directory), directory / CARD, subset, split, str(directory))
+    chosen = choose_files(_names_in(directory, ending), directory / CARD, subset, split, str(directory))
     kinds = {kind for name in chosen for ending, kind in KINDS.items() if name.endswith((ending, *_packed(ending)))}
     if len(kinds) > 1:
         split = split or DEFAULT_SPLIT

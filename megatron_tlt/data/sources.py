@@ -295,7 +295,12 @@ def _open_file(about: str, path: Path, _stamp: Hashable) -> FileSource:
     if config.kind == "parquet" and not path.is_dir():
         return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}")
     texts = (config.prompt_field, config.answer_field)
-    return FileSource(config, path, *read_dataset(path, config.subset, config.split, texts))
+    return FileSource(config, path, *read_dataset(path, config.subset, config.split, texts, _ending_of(config)))
+
+
+def _ending_of(config: PromptSourceConfig) -> str:
+    """Of the names of the files that count in a directory: beside Parquet others keep samples of it in JSON."""
+    return ".parquet" if config.kind == "parquet" else ""
 
 
 def _read_parquet(path: Path) -> Any:
@@ -314,7 +319,7 @@ def unread_warning(config: PromptSourceConfig, field: str) -> str | None:
         return None
     if missing := missing_shards(path):
         return f"{field}.path = {path}: not there, by the names of others: {shortened(missing)}"
-    if not (names := unread_files(path, config.subset)):
+    if not (names := unread_files(path, config.subset, _ending_of(config))):
         return None
     why = "their names tell no split, as others' do (data/SPLIT-00000-of-00001, or the word train, test, validation)"
     return f"{field}.path = {path}: not read: {shortened(names)}; {why}"
@@ -324,17 +329,19 @@ def _is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in _SAVED)
 
 
-def read_dataset(path: Path, subset: str | None, split: str | None, texts: Sequence[str]) -> tuple[Any, Where]:
+def read_dataset(
+    path: Path, subset: str | None, split: str | None, texts: Sequence[str], ending: str = ""
+) -> tuple[Any, Where]:
     """(rows of a split of a data set, as mappings; their places): `Dataset.save_to_disk` wrote it, or it is a clone.
 
-    `texts`: see `read_dataset_files`. Raises DataError, also for several splits where none is named.
+    `texts`, `ending`: see `read_dataset_files`. Raises DataError, also for several splits where none is named.
     """
     import datasets
 
     if not path.is_dir():
         raise DataError(f"{path}: no such directory")
     if not _is_saved(path):
-        return read_dataset_files(path, subset, split, texts)
+        return read_dataset_files(path, subset, split, texts, ending)
     try:
         loaded = datasets.load_from_disk(str(path)).with_format(None)
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LOCK = "lock"
+_LOOKS = 60  # a second apart: an NFS client keeps what it has seen of a directory for that long (`acdirmax`)
 _MADE = LOCK, "status", "stacks", "events"  # what is in a run's directory before its checkpoint is accepted
 
 
@@ -67,7 +69,9 @@ class RunLock:
             self._fd = -1
 
 
-def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock | None:
+def lock_run_dir(
+    field: str, value: str, run_dir: Path, world: World, sleep: Callable[[float], None] = time.sleep
+) -> RunLock | None:
     """Makes the run directory that `field` = `value` names; rank 0's lock of it. Collective.
 
     A start that is refused afterwards takes back what it has made there (`World.refuse`). Raises ConfigError where it
@@ -93,22 +97,25 @@ def lock_run_dir(field: str, value: str, run_dir: Path, world: World) -> RunLock
         raise RunDirectoryError(problem)
     if take_back is not None:
         world.at_refusal(take_back)
-    _check_shared(field, value, run_dir, owner, world)
-    return lock
-
-
-def _check_shared(field: str, value: str, run_dir: Path, owner: str, world: World) -> None:
-    """Raises ConfigError on every rank if a host does not find rank 0's lock, with the text `owner`, in `run_dir`: its
-    part of each checkpoint would be on another disk. Collective.
-    """
-    try:
-        found = (run_dir / LOCK).read_bytes()
-    except OSError:
-        found = b""
-    hosts = world.all_gather_object("" if found == owner.encode() else socket.gethostname())
+    is_there = _finds(run_dir / LOCK, owner, sleep)
+    world.wait_for_all()  # a look may take longer than a collective may
+    hosts = world.all_gather_object("" if is_there else socket.gethostname())
     if apart := sorted({host for host in hosts if host}):
         allowed = f"is not on a disk that all hosts share: rank 0's file `{LOCK}` is not there on {shortened(apart)}"
         raise ConfigError.of(field, value, allowed)
+    return lock
+
+
+def _finds(file: Path, text: str, sleep: Callable[[float], None]) -> bool:
+    """Whether `file` has `text`, at once or within a minute: where it has not, the directory is another host's disk, to
+    which its part of each checkpoint would go.
+    """
+    for _ in range(_LOOKS):
+        with suppress(OSError):
+            if file.read_bytes() == text.encode():
+                return True
+        sleep(1)
+    return False
 
 
 def _take_back(run_dir: Path) -> Callable[[], None]:

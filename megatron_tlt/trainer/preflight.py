@@ -50,6 +50,7 @@ from megatron_tlt.rewards.base import correct_line
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
+from megatron_tlt.trainer.device_memory import handle_problems
 from megatron_tlt.trainer.environments import prompt_tools, reward_problems
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
@@ -141,6 +142,7 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     device: Device = "cuda" if world.device.type == "cuda" else "cpu"
     problems = [*found_before, *missing_files(config, device)]
     problems += _problems(config, world.size, device)
+    problems += [] if config.rl is None else handle_problems(config.rl, world.device)
     hosts = world.all_gather_object(socket.gethostname())
     problems += check_hosts(config, hosts)
     # One rank looks into many files, which a run that goes on may be removing.
@@ -167,7 +169,7 @@ def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[st
     first, own = copies[0]
     problems = []
     for field, weights in own.items():
-        if other := next((host for host, copy in copies if copy.get(field) != weights), None):
+        if other := next((host for host, copy in copies if copy[field][1] != weights[1]), None):
             allowed = f"hosts {first} and {other} hold different weights: copy one's to all hosts, or share a disk"
             problems.append(ConfigProblem(field, weights[0], allowed))
     return problems

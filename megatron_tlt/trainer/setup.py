@@ -68,7 +68,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
 
     device_memory.let_segments_grow(world.device, config.by_handles(world.device.type))
     config = with_date(with_teacher_shape(device_memory.with_device_memory(config, world)), world)
-    check_on(config, world, place_problems(config) + device_memory.handle_problems(config, world.device))
+    check_on(config, world, place_problems(config))
     tokenizer = open_tokenizer(config)
     environments = open_environments(config, tokenizer, world)
     with before_a_run(config.env):

@@ -177,8 +177,7 @@ class SftTrainer(Job):
 
     def finish(self) -> None:
         """Writes `sft.out` and removes the checkpoints."""
-        if self.config.checkpoint.every:
-            self._keep()  # once more where the last save failed: what follows may fail, too
+        self._keep()  # ends the last save, or does it again where it failed: what follows may fail, too
         self.world.enter("save", self.done)
         self._write()
         if self.world.is_main:

@@ -243,11 +243,8 @@ class Speculator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`, if it is of this kind of drafter; that of pre-rollouts, where there is one (an earlier
-        version's has none).
-        """
+        """Restores `state_dict`: of pre-rollouts, and if it is of this kind of drafter the rest."""
         if state["drafter"] == self.drafter.kind:
             self.selector.load_state_dict(state["selector"])
             self.drafter.load_state_dict(state["calibration"])
-        if "pre_rollouts" in state:
-            self.pre_rollouts.load_state_dict(state["pre_rollouts"])
+        self.pre_rollouts.load_state_dict(state["pre_rollouts"])

@@ -171,9 +171,8 @@ class SuffixDrafter:
         return {"rates": self._calibration.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s; an earlier version's counts are ignored. Raises ValueError for another shape."""
-        if "counts" in state["rates"]:
-            self._calibration.load_state_dict(state["rates"])
+        """Takes `state_dict`'s. Raises ValueError for another shape."""
+        self._calibration.load_state_dict(state["rates"])
 
     def _prompt(self, request: Request) -> _Sequence:
         """The prompt's sequence, in a trie of its own that is made for its first request, with earlier responses."""

@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from megatron_tlt.actor.checkpoint_files import read_manifest
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
-from megatron_tlt.errors import CheckpointError
+from megatron_tlt.errors import CheckpointError, SaveError
 from tests.helpers.memory import live_bytes
 from tests.mpi.workers.actor_common import WeightedNll, relative_error, say, sequences, share, train_batch
 from tests.mpi.workers.actor_scenario import ADAM, SGD, copy_of, make_policy
@@ -122,20 +122,22 @@ def load(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) ->
 
 
 def full_disk(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) -> None:
-    """Rank 0's thread cannot write a further file; afterwards the same save without that error."""
+    """Rank 0's thread cannot write a further file, then rank 0 the metadata; afterwards the same save without error."""
+    from megatron_tlt.actor.shard_writer import ThreadWriter
 
-    def no_space(file: Path) -> None:
-        file.write_text("torn")
+    def no_space(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    policy, errors = build(world, root, dict(layout)), []
-    for write in (no_space, lambda file: file.write_text("whole")):
-        files = {"more": write} if world.is_main else {}
+    policy, errors, finish = build(world, root, dict(layout)), [], ThreadWriter.finish
+    for torn in ("more", ".metadata", None):
+        files = {"more": no_space if torn == "more" else lambda file: file.write_text("whole")} if world.is_main else {}
+        ThreadWriter.finish = no_space if torn == ".metadata" else finish
         try:
             policy.start_save(checkpoints / "step-000001", {}, None, files).wait()
             errors.append("")
-        except CheckpointError as error:
+        except SaveError as error:
             errors.append(str(error))
+            assert not (world.is_main and list(checkpoints.iterdir())), "the space is given back"
         world.barrier()
         found = sorted(path.name for path in checkpoints.iterdir())
     manifest = read_manifest(checkpoints / "step-000001")
@@ -245,13 +247,12 @@ def foreign(world: World, root: Path, directory: Path, layout: dict[str, Any]) -
     metadata = {**flags, "dp_cp_group": policy.groups.dp}
     with cpu_as_cuda():
         state = {"model": policy.model.module.sharded_state_dict(metadata=metadata)}
-        request = dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
-        assert strategy.writer is not None and request is not None
+        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
+        assert strategy.writer is not None
         strategy.writer.start({})
         strategy.writer.join()
         assert strategy.writer.failure is None
-        for finish in request.finalize_fns:
-            finish()
+        strategy.write_metadata()
 
 
 VERBS = {"save": save, "load": load, "full": full_disk, "slow": slow, "gather": gather, "count": count}

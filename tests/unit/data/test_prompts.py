@@ -324,6 +324,8 @@ def test_a_directory_of_parquet_is_one_split_of_it(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
     more = [{"prompt": "q3", "answer": "3"}]  # a column that the first file lacks
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(more), tmp_path / "train_2.parquet")
+    for name in ("train_example.json", "rest.json"):  # others' sample of a split beside it: no file of this kind
+        (tmp_path / name).write_text('[{"prompt": "q4"}]')
     found = stream(PromptSourceConfig(kind="parquet", path=str(tmp_path), shuffle=False)).next_batch(3)
     assert [(prompt.text, prompt.answer) for prompt in found] == [("q0", None), ("q1", None), ("q3", "3")]
     shutil.copy(tmp_path / "test.parquet", tmp_path / "rest.parquet")

@@ -21,7 +21,8 @@ def rank_of(is_main: bool, owner: str = "", others: tuple[str, ...] = (), **more
     """One rank's world; `owner`: the text of rank 0's lock, `others`: hosts of other ranks that do not find it."""
     return SimpleNamespace(
         is_main=is_main, barrier=lambda: None, broadcast_object=lambda mine: mine if is_main else ("", owner),
-        all_gather_object=lambda mine: [mine, *others], **{"at_refusal": lambda undo: None, **more},
+        wait_for_all=lambda: None, all_gather_object=lambda mine: [mine, *others],
+        **{"at_refusal": lambda undo: None, **more},
     )  # fmt: skip
 
 
@@ -66,12 +67,28 @@ def test_only_rank_0_looks_for_what_is_not_there_yet(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stale", [None, "process 7 on another-host"])
+def test_a_host_that_sees_the_lock_late_is_waited_for(tmp_path, stale):
+    """A client of a network file system may show a directory as it was up to a minute ago."""
+    owner, waits = "process 7 on the-first-host", []
+    if stale is not None:
+        (tmp_path / "lock").write_text(stale)
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 30:
+            (tmp_path / "lock").write_text(owner)
+
+    assert lock_run_dir("train.run_dir", "run", tmp_path, rank_of(False, owner), sleep) is None
+    assert len(waits) == sum(waits) == 30
+
+
+@pytest.mark.parametrize("stale", [None, "process 7 on another-host"])
 def test_hosts_with_a_run_directory_each_are_refused(tmp_path, stale):
     """A disk of each host's own, new or of an earlier run there. The host with rank 0 refuses, too."""
     if stale is not None:
         (tmp_path / "lock").write_text(stale)
     words = r"train\.run_dir = 'run': is not on a disk that all hosts share: rank 0's file `lock` is not there on "
     with pytest.raises(ConfigError, match=words + socket.gethostname()):
-        lock_run_dir("train.run_dir", "run", tmp_path, rank_of(False, "process 7 on the-first-host"))
+        lock_run_dir("train.run_dir", "run", tmp_path, rank_of(False, "process 7 on the-first-host"), lambda _: None)
     with pytest.raises(ConfigError, match=words + "b, c"):
         lock_run_dir("train.run_dir", "run", tmp_path / "own", rank_of(True, others=("c", "b", "c")))

@@ -75,6 +75,18 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
     assert tuple(found) == split
 
 
+def test_weights_by_handles_of_expandable_segments_are_refused_where_a_command_has_an_engine(monkeypatch):
+    """`eval`, too, pushes weights."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=1, is_main=True, all_gather_object=lambda mine: [mine],
+        broadcast_object=lambda value: value,
+    )  # fmt: skip
+    given = make(rollout={"backend": "vllm"}, sync={"transport": "cuda_ipc"})
+    with pytest.raises(ConfigError, match="remove expandable_segments"):
+        check_on(without_training(given, reads_prompts=False), world)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
@@ -84,8 +96,8 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
         (None, None),
     ],
 )
-def test_hosts_with_different_weights_at_one_path_are_refused(tmp_path, monkeypatch, field, changed):
-    """Each rank loads its own host's; `elsewhere` is what the second host has at `field`."""
+def test_hosts_with_different_weights_are_refused(tmp_path, monkeypatch, field, changed):
+    """Each rank loads its own host's, as fetched from the hub at a path of its own; `elsewhere`: the second host's."""
     names = {"model.path": "model", "algorithm.teacher": "teacher", "actor.lora.adapter_path": "adapter"}
     for host in ("here", "elsewhere"):
         for name in ("model", "teacher"):
@@ -97,11 +109,12 @@ def test_hosts_with_different_weights_at_one_path_are_refused(tmp_path, monkeypa
         (tmp_path / host / "adapter/adapter_model.safetensors").write_bytes(text)
     monkeypatch.setattr(preflight, "_problems", lambda *_: [])
     monkeypatch.setattr(preflight, "_problems_of_large_files", lambda *_: [])
-    given = ["algorithm.name=distill", *(f"{at}={name}" for at, name in names.items())]
-    config = build_config({"data": {"train": {"tasks": [{"name": "chain_sum"}]}}}, given, Config)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    there = preflight._fingerprints(config)
-    monkeypatch.chdir(tmp_path / "here")
+
+    def at_host(host):
+        given = ["algorithm.name=distill", *(f"{at}={tmp_path / host / name}" for at, name in names.items())]
+        return build_config({"data": {"train": {"tasks": [{"name": "chain_sum"}]}}}, given, Config)
+
+    config, there = at_host("here"), preflight._fingerprints(at_host("elsewhere"))
 
     def gathered(mine):
         if mine == socket.gethostname():
@@ -115,7 +128,7 @@ def test_hosts_with_different_weights_at_one_path_are_refused(tmp_path, monkeypa
     if field is None:
         check_on(config, world)
         return
-    words = f"{field} = '{names[field]}': hosts a and b hold different weights"
+    words = f"{field} = '{tmp_path}/here/{names[field]}': hosts a and b hold different weights"
     with pytest.raises(ConfigError, match=f"^{words}.*$"):
         check_on(config, world)
 

@@ -37,6 +37,7 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.planning import engine as plan
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
@@ -102,17 +103,25 @@ def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:
     assert shared["compilation_config"] == on_gpu["compilation_config"] | fused
 
 
-def test_steps_have_the_configured_budget_beside_the_rows_of_a_block_drafter() -> None:
+@pytest.mark.parametrize("name", ["none", "eagle", "dspark", "dflash"])
+def test_steps_have_the_configured_budget_beside_the_rows_of_a_block_drafter(name: str, tmp_path: Path) -> None:
     """Whatever the context: prompts are read in chunks. vLLM's scheduler counts a block for each request of a step."""
     long, deep = MODEL.model_copy(update={"max_context": 32768}), replace(ModelConfig.from_hf(MODEL.path), num_layers=8)
-    for drafter, made in (("none", None), ("eagle", EagleConfig.of(deep)), ("dspark", block_config(deep))):
-        ours = rollout(drafter)
-        given = engine_args(ours, long, 1 << 20, speculative_config(ours, made, Path("/drafter")), "cpu")
-        blocks = given["max_num_seqs"] * (made.num_drafted if drafter == "dspark" else 0)
-        assert given["max_num_scheduled_tokens"] == given["max_num_batched_tokens"] - blocks == 2048
-        assert given["max_num_seqs"] * (1 + 2 * (drafter == "dspark" and 6)) <= given["max_num_batched_tokens"]
-        config = build_config({"model": {"path": "m"}}, [f"rollout.speculation.drafter={drafter}", *VLLM])
-        assert plan.forward_rows(config) == given["max_num_batched_tokens"]
+    dflash = block_config(deep, markov_rank=0, sample_from_anchor=False, block_size=16)
+    drafters = {"none": None, "eagle": EagleConfig.of(deep), "dspark": block_config(deep), "dflash": dflash}
+    made, kind = drafters[name], name.replace("dflash", "dspark")
+    ours = rollout(kind)
+    given = engine_args(ours, long, 1 << 20, speculative_config(ours, made, Path("/drafter")), "cpu")
+    blocks = given["max_num_seqs"] * (made.num_drafted if isinstance(made, BlockConfig) else 0)
+    assert given["max_num_scheduled_tokens"] == given["max_num_batched_tokens"] - blocks == 2048
+    assert given["max_num_seqs"] * (1 + 2 * (name == "dspark" and 6)) <= given["max_num_batched_tokens"]
+    if name == "dflash":  # as published: its files say the size
+        (tmp_path / "config.json").write_text(json.dumps(KINDS[kind].entries(dflash)))
+    settings = [f"rollout.speculation.drafter_path={tmp_path}"] if name == "dflash" else VLLM[1:]
+    config = build_config({"model": {"path": "m"}}, [f"rollout.speculation.drafter={kind}", VLLM[0], *settings])
+    # Of DFlash's block the first slot is the token that its request has in the step: the plan counts it twice.
+    more = given["max_num_seqs"] if name == "dflash" else 0
+    assert plan.forward_rows(config) == given["max_num_batched_tokens"] + more
 
 
 VLLM = "rollout.backend=vllm", "rollout.speculation.block_size=6"
