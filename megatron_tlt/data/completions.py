@@ -113,7 +113,7 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}{hint}")
     check_text(completion, sft.completion_field, where)
     prompt = checked_prompt(value, sft.prompt_field, where, sft.completion_field)
-    check_not_read(record, prompt, where)
+    check_not_read(record, sft.prompt_field, prompt, where)
     return Completion(prompt, (completion,), checked_tools(record.get(TOOLS), where))
 
 
@@ -125,8 +125,9 @@ def is_conversation(record: Mapping[str, Any], prompt_field: str, *responses: st
     return record.get(MESSAGES) is not None and (is_prompt or field_of(record, prompt_field) is None)
 
 
-def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
-    """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn.
+def read_conversation(record: Mapping[str, Any], where: str, system: str | None = None) -> Completion:
+    """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn. `system`: the run's
+    system message.
 
     Raises DataError, also for a turn to learn that its fields say is not learned.
     """
@@ -136,7 +137,7 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
         raise DataError(f"{where}: field {MESSAGES!r} must end with a message of the assistant")
     last_user = max(i for i, role in enumerate(roles) if role == "user")
     begin = roles.index("assistant", last_user)
-    check_not_read(record, messages, where)
+    check_not_read(record, MESSAGES, messages, where, system)
     _check_learned(messages, begin, where)
     parts = groupby(messages[begin:], lambda m: m["role"])
     turns = [(role, [text_of(message["content"]) for message in part]) for role, part in parts]

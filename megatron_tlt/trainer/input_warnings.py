@@ -92,7 +92,7 @@ def _of_rows(config: Config) -> list[str]:
         if not section.is_here:
             continue
         found.append(unread_warning(section, field))
-        if not isinstance(source := open_source(section, field, seed=0), FileSource):
+        if not isinstance(source := open_source(section, field, 0, config.data.system_prompt), FileSource):
             continue
         found.append(answer_warning(config.rewards, source.answers()))
         if tokenizer is not None:

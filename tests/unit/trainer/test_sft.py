@@ -5,9 +5,12 @@ import shutil
 from itertools import islice
 from types import SimpleNamespace
 
+import datasets
 import pytest
 
+from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.config.root import SftConfig, SftSection
+from megatron_tlt.data.sources import open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
@@ -116,6 +119,23 @@ def test_records_without_text_to_learn_are_left_out(tmp_path):
     assert [sequence.trajectory.prompt_id for sequence in found] == [1, 4]
     with pytest.raises(DataError, match=r"none of its 2 records has text to learn \(field 'completion', or the assist"):
         read(write(path, *map(json.dumps, blank)), chat_template=True)
+
+
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_an_instruction_whose_input_is_a_column_of_its_own_is_refused(tmp_path, column):
+    row, fields = {"instruction": "a", "output": "b"}, {"prompt_field": "instruction"}
+    path = write(tmp_path / "r.jsonl", json.dumps(row), json.dumps({**row, column: "Guten Tag"}))
+    said = f"r.jsonl:2: field '{column}' is not empty and not read: join it and 'instruction' in one column"
+    with pytest.raises(DataError, match=said):
+        read(path, completion_field="output", **fields)
+    parquet = tmp_path / "r.parquet"
+    datasets.Dataset.from_list([{**row, column: "", "n": 1}, {**row, column: "Guten Tag", "n": 1}]).to_parquet(parquet)
+    source = PromptSourceConfig(kind="parquet", path=str(parquet), answer_field="output")
+    with pytest.raises(DataError, match=said.replace("jsonl:2", "parquet:1")):
+        open_file(source.model_copy(update=fields), parquet)
+    assert open_file(source.model_copy(update={"prompt_field": "output"}), parquet).size == 2
+    (sequence,) = read(write(path, json.dumps({**row, column: " "})), completion_field="output", **fields)
+    assert sequence.trajectory.prompt_id == 1
 
 
 def test_what_a_record_says_of_its_context_or_twice_is_no_error(tmp_path):
