@@ -150,7 +150,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 prompts = file_prompts(args.prompts, tokenizer, args.chat, prompts_of(environments), args.seed)
             except DataError as error:
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
-        if world.is_main and (warning := _prompt_warning(args, prompts, tokenizer)) is not None:
+        for warning in _prompt_warnings(args, prompts, tokenizer) if world.is_main else []:
             _log.warning(warning)
         turns = at_end.enter_context(turns_of(environments))
         stats = generate_file(
@@ -174,15 +174,18 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
         print(f"wrote {args.out}: {written}", flush=True)
 
 
-def _prompt_warning(args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: HFTokenizer) -> str | None:
-    """Of plain texts without the chat template, and of rendered ones in it."""
-    from megatron_tlt.data.rendered_prompts import rendered_warning
-    from megatron_tlt.trainer.chat_checks import plain_prompt_warning
+def _prompt_warnings(args: argparse.Namespace, prompts: Sequence[Prompt], tokenizer: HFTokenizer) -> list[str]:
+    """Of plain texts without the chat template; with it, of rendered ones and of tools that it does not show."""
+    from megatron_tlt.data.fields import TOOLS, checked_tools
+    from megatron_tlt.trainer.chat_checks import plain_prompt_warning, row_warnings
 
     if not args.chat:
-        return plain_prompt_warning(tokenizer, prompts)
-    texts = [(prompt.dataset_id, prompt.text) for prompt in prompts]
-    return rendered_warning(texts, tokenizer, f"--prompts {args.prompts}", "without --chat texts stay as they are")
+        return [*filter(None, [plain_prompt_warning(tokenizer, prompts)])]
+    remedy = "without --chat texts stay as they are"
+    # Of chat messages `text` is the last one, and all of them are in `metadata` under their column's name.
+    texts = ((prompt.dataset_id, prompt.metadata.get("prompt", prompt.text)) for prompt in prompts)
+    has_tools = any(checked_tools(prompt.metadata.get(TOOLS), prompt.dataset_id) for prompt in prompts)
+    return row_warnings(tokenizer, f"--prompts {args.prompts}", remedy, texts, has_tools)
 
 
 def _with_drafter_here(engine: RolloutSection, world: World) -> RolloutSection:

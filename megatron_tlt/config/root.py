@@ -224,7 +224,7 @@ class SftSection(Section):
     """Column of the prompt: a string, or chat messages of which the last one is not the assistant's. messages: the
     column has the whole conversation where a row has no completion."""
     completion_field: str = "completion"
-    """Column of the completion: a string with some text."""
+    """Column of the completion: a string. Records without text in it are left out, and counted at the start."""
     out: Annotated[str, FilePath()]
     """Hugging Face directory to write, on a disk that all hosts share; `losses.jsonl` in it has a row a step."""
     num_steps: PositiveInt = 1000

@@ -57,9 +57,14 @@ def last_user_text(messages: Messages) -> str:
     return next(text_of(message["content"]) for message in reversed(messages) if message["role"] == "user")
 
 
+def has_system(messages: Messages) -> bool:
+    """Whether the messages begin with a system message."""
+    return messages[0]["role"] in ("system", "developer")
+
+
 def with_system(messages: Messages, system: str | None) -> list[dict[str, Any]]:
     """The messages after a system message, unless they begin with one of their own."""
-    if system is None or messages[0]["role"] in ("system", "developer"):
+    if system is None or has_system(messages):
         return [*messages]
     return [{"role": "system", "content": system}, *messages]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,13 +51,16 @@ class Completion:
     turns: tuple[str, ...]
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, for the chat template
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether a turn to learn has no text: fine-tuning leaves the record out."""
+        return not all(text.strip() for text in self.turns[::2])
 
-def read_completions(
-    sft: SftSection, path: Path, split: str, most: int | None = None
-) -> tuple[list[Completion], list[int]]:
-    """Every record (`most`: the first ones) of a JSONL file or a data set's split, and the records' numbers.
 
-    Raises DataError naming file and record, also where there is no record.
+def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Completion], list[int]]:
+    """Every record of a JSONL file or a data set's split, blank ones too, and the records' numbers.
+
+    Raises DataError naming file and record, also where there is no record, or none with text to learn.
     """
     records: Iterable[Mapping[str, Any]]
     if path.is_dir():
@@ -71,20 +74,25 @@ def read_completions(
         places = [f"{path}:{number}" for number in numbers]
     if not numbers:
         raise DataError(f"{path}: no records")
-    placed = islice(zip(records, places, strict=True), most)
-    return [_completion(sft, record, place) for record, place in placed], numbers[:most]
+    found = [_completion(sft, record, place) for record, place in zip(records, places, strict=True)]
+    if all(row.is_blank for row in found):
+        columns = f"field {sft.completion_field!r}, or the assistant's turns in {MESSAGES!r}"
+        raise DataError(f"{path}: none of its {len(found)} records has text to learn ({columns})")
+    return found, numbers
 
 
 def encoded_records(
     sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
 ) -> Iterator[tuple[int, str, EncodedRecord]]:
-    """(number, place, tokens) of every record, encoded as `RecordTokens` does.
+    """(number, place, tokens) of every record that is not blank, encoded as `RecordTokens` does.
 
     `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
     record.
     """
     encoder = RecordTokens(tokenizer, max_context, chat=sft.chat_template)
     for row, number in zip(*read_completions(sft, path, split), strict=True):
+        if row.is_blank:
+            continue
         where = f"{path}:{number}"
         if not (isinstance(row.prompt, str) or encoder.chat):
             needed = "sft.chat_template and a tokenizer with a chat template"
@@ -103,11 +111,9 @@ def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Compl
         has_other = sft.prompt_field != MESSAGES and record.get(MESSAGES) is not None
         hint = f"; sft.prompt_field={MESSAGES} takes {MESSAGES!r}" if has_other else ""
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}{hint}")
-    if not completion.strip():
-        raise DataError(f"{where}: field {sft.completion_field!r} has no text to learn")
     check_text(completion, sft.completion_field, where)
     prompt = checked_prompt(value, sft.prompt_field, where, sft.completion_field)
-    check_not_read(record, prompt, where)
+    check_not_read(record, sft.prompt_field, prompt, where)
     return Completion(prompt, (completion,), checked_tools(record.get(TOOLS), where))
 
 
@@ -119,10 +125,11 @@ def is_conversation(record: Mapping[str, Any], prompt_field: str, *responses: st
     return record.get(MESSAGES) is not None and (is_prompt or field_of(record, prompt_field) is None)
 
 
-def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
-    """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn.
+def read_conversation(record: Mapping[str, Any], where: str, system: str | None = None) -> Completion:
+    """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn. `system`: the run's
+    system message.
 
-    Raises DataError, also for a turn to learn that has no text, or that its fields say is not learned.
+    Raises DataError, also for a turn to learn that its fields say is not learned.
     """
     messages = checked_messages(record[MESSAGES], MESSAGES, where)
     roles = [message["role"] for message in messages]
@@ -130,7 +137,7 @@ def read_conversation(record: Mapping[str, Any], where: str) -> Completion:
         raise DataError(f"{where}: field {MESSAGES!r} must end with a message of the assistant")
     last_user = max(i for i, role in enumerate(roles) if role == "user")
     begin = roles.index("assistant", last_user)
-    check_not_read(record, messages, where)
+    check_not_read(record, MESSAGES, messages, where, system)
     _check_learned(messages, begin, where)
     parts = groupby(messages[begin:], lambda m: m["role"])
     turns = [(role, [text_of(message["content"]) for message in part]) for role, part in parts]
@@ -155,8 +162,6 @@ def _check_learned(messages: Messages, begin: int, where: str) -> None:
             if message.get(name, yes) != yes:
                 allowed = "all of the assistant's after the user's last one are learned, whole"
                 raise DataError(f"{place} {name} {json.dumps(message[name])}: {allowed}")
-        if not text_of(message["content"]).strip():
-            raise DataError(f"{place} no text to learn")
 
 
 class RecordTokens:

@@ -13,17 +13,21 @@ from typing import Any
 import numpy as np
 
 from megatron_tlt.config.checks.texts import check_texts
-from megatron_tlt.data.chat import Messages, as_messages, as_prompt, text_of
+from megatron_tlt.data.chat import Messages, as_messages, as_prompt, has_system, text_of
 from megatron_tlt.data.json_files import JsonNumber
 from megatron_tlt.errors import DataError, did_you_mean
 from megatron_tlt.types import Answer
 
 _SYSTEM = ("system", "system_prompt")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-NOT_READ = (*_SYSTEM, *_MEDIA)
-"""Columns that other programs put before a prompt's text, or into it."""
+_PARTS = {"instruction": ("input", "context")}  # of Alpaca and Dolly: the text that an instruction is about
 TOOLS = "tools"  # the column of schemas
 _LARGEST_EXPONENT = 400  # beyond it a number keeps its exponent; that of a double is less
+
+
+def columns_of_prompt(prompt_field: str) -> tuple[str, ...]:
+    """Columns beside `prompt_field` that other programs put before a prompt's text, or into it."""
+    return (*_SYSTEM, *_MEDIA, *_PARTS.get(prompt_field, ()))
 
 
 def field_of(record: Mapping[str, Any], name: str) -> Any:
@@ -87,40 +91,61 @@ def checked_messages(value: Any, field: str, where: str) -> Messages:
     return messages
 
 
-def check_not_read(record: Mapping[str, Any], prompt: str | Messages, where: str) -> None:
-    """Raises DataError for a column beside `prompt` that would belong to it: a system message that the prompt does not
-    begin with, or images, videos, audio.
+def check_not_read(
+    record: Mapping[str, Any], field: str, prompt: str | Messages, where: str, system: str | None = None
+) -> None:
+    """Raises DataError for a column beside `prompt`, that of column `field`, that would belong to it: a system message,
+    images, videos, audio, the input of an instruction.
+
+    A system message may stand in the first text of the prompt, too, or be the run's `system`, which `with_system` puts
+    there.
     """
     for name in _MEDIA:
         if record.get(name):
             raise DataError(f"{where}: field {name!r} is not empty: models read text only (rename it if it is text)")
+    for name in _PARTS.get(field, ()):
+        text = record.get(name)
+        if text.strip() if isinstance(text, str) else text:
+            joined = f"join it and {field!r} in one column"
+            raise DataError(f"{where}: field {name!r} is not empty and not read: {joined}, or rename it")
     begin = prompt if isinstance(prompt, str) else text_of(prompt[0]["content"])
+    added = system if isinstance(prompt, str) or not has_system(prompt) else None
     for name in _SYSTEM:
         text = record.get(name)
-        if isinstance(text, str) and text.strip() not in ("", begin.strip()):
-            allowed = "does not reach the model: make it the first message of the prompt, or rename it"
+        if isinstance(text, str) and text.strip() not in begin and text.strip() != (added or "").strip():
+            allowed = (
+                "does not reach the model: make it the first message of the prompt, or rename it "
+                "(data.system_prompt has one text for all prompts of RL)"
+            )
             raise DataError(f"{where}: field {name!r} {allowed}")
 
 
 def checked_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
-    """The JSON schemas in the column `tools`, which may be JSON text, as data sets keep them; none for null. Raises
-    DataError.
+    """The JSON schemas in the column `tools`, which may be JSON text, as data sets keep them; none for null and for
+    empty text. A bare function, {"name": .., ..}, gets the form around it. Raises DataError.
     """
     if isinstance(value, str):
         with suppress(ValueError):
-            value = json.loads(value)
+            value = json.loads(value) if value.strip() else None
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(map(_is_tool, value)):
-        form = '{"type": "function", "function": {"name": .., ..}}'
-        raise DataError(f"{where}: field {TOOLS!r} must be a list of {form}")
-    check_text(value, TOOLS, where)
-    return tuple(value)
+    tools = [*map(_as_tool, value)] if isinstance(value, list) else [None]
+    if None in tools:
+        form = '{"type": "function", "function": {"name": .., ..}} or {"name": .., ..}'
+        raise DataError(f"{where}: field {TOOLS!r} must be a list of {form}; rename it if it has no schemas of tools")
+    check_text(tools, TOOLS, where)
+    return tuple(tool for tool in tools if tool is not None)
 
 
-def _is_tool(value: Any) -> bool:
-    function = value.get("function") if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def _as_tool(value: Any) -> dict[str, Any] | None:
+    """A tool's schema; None for anything else."""
+    if not isinstance(value, dict):
+        return None
+    if "function" not in value and isinstance(value.get("name"), str):
+        bare = {key: item for key, item in value.items() if (key, item) != ("type", "function")}
+        return {"type": "function", "function": bare}
+    function = value.get("function")
+    return value if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
 def check_text(value: Any, field: str, where: str) -> None:

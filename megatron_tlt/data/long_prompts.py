@@ -74,7 +74,7 @@ def _counts(data: DataSection, tokenizer: HFTokenizer | None, tools: _Tools) -> 
             continue
         chat = data.chat_template and tokenizer.has_chat_template
         try:
-            source = open_source(config, field, seed=0)
+            source = open_source(config, field, 0, data.system_prompt)
             assert isinstance(source, FileSource)
             rendered = chat, data.system_prompt, json.dumps(tools)
             count = _count(field, str(config.path), source, tokenizer, *rendered, data.max_prompt_tokens)

@@ -60,7 +60,7 @@ def build_prompts(
     assert source is not None, "config/checks requires it"
     own = hashed("train", source.seed, seed) if which == "train" else hashed("eval", source.seed)
     stream = PromptStream(
-        open_source(source, f"data.{which}", own),
+        open_source(source, f"data.{which}", own, section.system_prompt),
         tokenizer,
         seed=own,
         shuffle=source.shuffle,
@@ -106,8 +106,9 @@ def env_seed(seed: int, prompt_id: int) -> int:
     return hashed("env", seed, prompt_id) >> _SEED_SHIFT
 
 
-def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
-    """The configured source; `path` names its section in errors. Raises ConfigError and DataError.
+def open_source(config: PromptSourceConfig, path: str, seed: int, system: str | None = None) -> Source:
+    """The configured source; `path` names its section in errors, `system` is the run's system message. Raises
+    ConfigError and DataError.
 
     Imports only the library that this source needs: each takes about a second.
     """
@@ -118,7 +119,7 @@ def open_source(config: PromptSourceConfig, path: str, seed: int) -> Source:
 
         return TaskSource(config.tasks, seed, f"{path}.tasks")
     assert config.path is not None, "config/checks requires it"
-    return open_file(config, Path(config.path))
+    return open_file(config, Path(config.path), system)
 
 
 def first_row(source: Source) -> Row:
@@ -131,14 +132,15 @@ def source_problems(
     field: str,
     render: Callable[[str | Messages, Sequence[dict[str, Any]]], object] | None = None,
     tools: Sequence[dict[str, Any]] = (),
+    system: str | None = None,
 ) -> list[ConfigProblem]:
     """Why the source of section `field` cannot be read, with file and line; empty if it can.
 
     `render` puts a prompt into the chat template: it gets one of each form, and its tools, else the environment's
-    `tools`.
+    `tools`. `system`: the run's system message.
     """
     try:
-        source = open_source(config, field, seed=0)
+        source = open_source(config, field, 0, system)
         if render is not None and isinstance(source, FileSource):
             for where, prompt, own in source.examples:
                 with errors_at(where):
@@ -385,16 +387,20 @@ def encode_prompt(
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[int]:
     """Token ids of a prompt; `chat`: in the tokenizer's chat template, after the message `system`, with `tools`; else
-    behind the tokens that the tokenizer puts before a text (BOS).
+    behind the tokens that the tokenizer puts before a text (BOS). A string without the template may be rendered
+    already: `tools` are left out.
 
-    Raises DataError for several messages or tools without the template, and for a token beyond the model's embedding.
+    Raises DataError for several messages, or tools beside one, without the template, and for a token beyond the model's
+    embedding.
     """
     if chat:
         return tokenizer.encode_chat(prompt, system, tools)
-    needed = "need data.chat_template and a tokenizer with a chat template (sft: sft.chat_template, generate: --chat)"
-    if tools:
-        raise DataError(f"field {TOOLS!r}: {len(tools)} tools {needed}")
     if not isinstance(prompt, str):
+        needed = (
+            "need data.chat_template and a tokenizer with a chat template (sft: sft.chat_template, generate: --chat)"
+        )
+        if tools:
+            raise DataError(f"field {TOOLS!r}: {len(tools)} tools {needed}")
         if len(prompt) > 1:
             raise DataError(f"{len(prompt)} chat messages {needed}")
         prompt = last_user_text(prompt)

@@ -130,7 +130,7 @@ def _tokens(
     text: Any = row.get(_RESPONSE)
     prompt: Any = field_of(row, prompt_field)
     if _PROMPT_IDS not in row and is_conversation(row, prompt_field, _RESPONSE, _RESPONSE_IDS):
-        record = read_conversation(row, where)
+        record = read_conversation(row, where, config.data.system_prompt)
         with errors_at(where):
             return encoder.encode(record)
     if _PROMPT_IDS in row:
@@ -140,7 +140,7 @@ def _tokens(
         raise DataError(f"{where}: field {prompt_field!r} or {_PROMPT_IDS!r} is missing{hint}")
     else:
         prompt = checked_prompt(prompt, prompt_field, where, _RESPONSE_IDS if _RESPONSE_IDS in row else _RESPONSE)
-        check_not_read(row, prompt, where)
+        check_not_read(row, prompt_field, prompt, where, config.data.system_prompt)
         with errors_at(where):
             prompt_ids = encoder.prompt(prompt, checked_tools(row.get(TOOLS), where))
     if _RESPONSE_IDS in row:

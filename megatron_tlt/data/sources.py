@@ -26,13 +26,13 @@ from megatron_tlt.data.dataset_files import (
     unread_files,
 )
 from megatron_tlt.data.fields import (
-    NOT_READ,
     TOOLS,
     check_not_read,
     checked_answer,
     checked_prompt,
     checked_tools,
     columns_hint,
+    columns_of_prompt,
     field_of,
     without_absent,
 )
@@ -128,11 +128,20 @@ class EnvSource:
 class FileSource:
     """The records of a JSONL file, a Parquet file or a `datasets` directory."""
 
-    def __init__(self, config: PromptSourceConfig, path: Path, records: Any, where: Where, takes_tokens: bool = False):
-        """Checks every record, a mapping. `takes_tokens`: a record may have `token_ids` in place of the prompt. Raises
-        DataError naming its place.
+    def __init__(
+        self,
+        config: PromptSourceConfig,
+        path: Path,
+        records: Any,
+        where: Where,
+        *,
+        takes_tokens: bool = False,
+        system: str | None = None,
+    ):
+        """Checks every record, a mapping. `takes_tokens`: a record may have `token_ids` in place of the prompt.
+        `system`: the run's system message. Raises DataError naming a record's place.
         """
-        self._takes_tokens = takes_tokens
+        self._takes_tokens, self._system = takes_tokens, system
         self._config, self._path, self._records, self._where = config, path, records, where
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
@@ -211,7 +220,8 @@ class FileSource:
         if not hasattr(self._records, "select_columns"):
             yield from self._records
             return
-        names = (self._config.prompt_field, self._config.answer_field, TOOLS, *NOT_READ)
+        field = self._config.prompt_field
+        names = (field, self._config.answer_field, TOOLS, *columns_of_prompt(field))
         there = self._records.column_names
         wanted = [c for c in there if any(name == c or name.startswith(f"{c}.") for name in names)]
         for batch in self._records.select_columns(wanted or there).iter(_CHECKED_AT_ONCE):
@@ -234,7 +244,7 @@ class FileSource:
         text: str | Messages = ""
         if tokens is None:
             text = checked_prompt(prompt, self._config.prompt_field, where)
-            check_not_read(record, text, where)
+            check_not_read(record, self._config.prompt_field, text, where, self._system)
         return text, self._extracted(answer, where)
 
     def _tools(self, index: int, record: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -278,24 +288,26 @@ def errors_at(place: str) -> Iterator[None]:
         raise DataError(f"{place}: {error}") from error
 
 
-def open_file(config: PromptSourceConfig, path: Path) -> FileSource:
-    """The source of a file or directory. Raises DataError naming file and line or record of the first bad one.
+def open_file(config: PromptSourceConfig, path: Path, system: str | None = None) -> FileSource:
+    """The source of a file or directory; `system`: the run's system message. Raises DataError naming file and line or
+    record of the first bad one.
 
     Checks, warnings and the run itself share one: a million rows take seconds and gigabytes.
     """
-    return _open_file(config.model_dump_json(), path, stamp([path, *path.rglob("*")]))
+    return _open_file(config.model_dump_json(), path, system, stamp([path, *path.rglob("*")]))
 
 
 @lru_cache(maxsize=2)  # training and held-out rows
-def _open_file(about: str, path: Path, _stamp: Hashable) -> FileSource:
+def _open_file(about: str, path: Path, system: str | None, _stamp: Hashable) -> FileSource:
     config = PromptSourceConfig.model_validate_json(about)
     if config.kind == "jsonl":
         records, lines = read_json(path, spelled=True)
-        return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}")
+        return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}", system=system)
     if config.kind == "parquet" and not path.is_dir():
-        return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}")
+        return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}", system=system)
     texts = (config.prompt_field, config.answer_field)
-    return FileSource(config, path, *read_dataset(path, config.subset, config.split, texts, _ending_of(config)))
+    data = read_dataset(path, config.subset, config.split, texts, _ending_of(config))
+    return FileSource(config, path, *data, system=system)
 
 
 def _ending_of(config: PromptSourceConfig) -> str:

@@ -42,7 +42,7 @@ class HFTokenizer:
         if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
         self._eos = _eos_ids(directory, self._tokenizer)
-        self._begin = _begin_ids(self._tokenizer)
+        self._begin = _begin_ids(directory, self._tokenizer)
         # SentencePiece's "\u2581a": the beginning of a text has a mark that the same text within another one lacks.
         self._marks_beginning = self._tokenizer.convert_ids_to_tokens(self._bare_ids("a")) != ["a"]
         self._rows = rows
@@ -229,7 +229,7 @@ def _open(directory: Path) -> Any:
     `AutoTokenizer` of transformers 5 takes only vocabulary and merges of tokenizer.json where the class that it chooses
     has an `__init__` (GPT2Tokenizer, Qwen2Tokenizer, LlamaTokenizer): normalizer and pre-tokenizer are the class's own,
     and so are special tokens that no file names. Models are trained with the ids of the file, which transformers 4 and
-    vLLM with it compute.
+    vLLM with it compute; of BOS see `_begin_ids`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
@@ -237,10 +237,14 @@ def _open(directory: Path) -> Any:
     return kind.from_pretrained(str(directory), local_files_only=True)
 
 
-def _begin_ids(tokenizer: Any) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
+def _begin_ids(directory: Path, tokenizer: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text: those of its post-processor, else BOS where
+    tokenizer_config.json has `add_bos_token: true` (DeepSeek-R1-Distill-Qwen), which transformers 5 leaves unread.
+    """
     bare, whole = (tokenizer.encode("a 1.", add_special_tokens=added) for added in (False, True))
     begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    if not begin and read_object_if_there(directory / "tokenizer_config.json").get("add_bos_token") is True:
+        return [number for number in (tokenizer.bos_token_id,) if number is not None]
     return list(whole[:begin])
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate
+from megatron_tlt.data.rendered_prompts import rendered_warning
 from megatron_tlt.data.special_tokens import pattern_problem, stop_problems
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError, shortened
@@ -75,7 +76,7 @@ def plain_prompt_warning(tokenizer: HFTokenizer, prompts: Sequence[Prompt]) -> s
     special token is a rendered conversation.
     """
     text = next((prompt.text for prompt in prompts if prompt.text), None)
-    if text is None or tokenizer.template is None or any(token in text for token in tokenizer.special_tokens):
+    if text is None or tokenizer.template is None or tokenizer.special_token_in(text) is not None:
         return None
     there = f"the tokenizer of {tokenizer.name} has a chat template"
     return f"{there}, and the prompts are plain text: --chat puts them into it"
@@ -99,10 +100,29 @@ def chat_warnings(config: TrainingConfig) -> list[str]:
 def unread_tools(config: Config, tools: Sequence[dict[str, Any]]) -> str | None:
     """A warning of an environment's tools that the chat template does not show to the model."""
     tokenizer = tokenizer_here(config) if tools and config.data.chat_template else None
-    if tokenizer is None or tokenizer.template is None or "tools" in tokenizer.template.variables():
-        return None
+    why = None if tokenizer is None else unseen_tools(tokenizer)
     names = shortened([tool["function"]["name"] for tool in tools])
-    return f"env: the chat template in {tokenizer.name} does not read 'tools', so no prompt says that there are {names}"
+    return None if why is None else f"env: {why}, so no prompt says that there are {names}"
+
+
+def unseen_tools(tokenizer: HFTokenizer) -> str | None:
+    """Why prompts do not show tools where the chat template is wanted; None where they do."""
+    if tokenizer.template is None:
+        return f"the tokenizer of {tokenizer.name} has no chat template"
+    return None if tokenizer.shows_tools else f"the chat template of {tokenizer.name} does not read 'tools'"
+
+
+def row_warnings(
+    tokenizer: HFTokenizer, source: str, remedy: str, prompts: Iterable[tuple[str, str | Messages]], has_tools: bool
+) -> list[str]:
+    """Of rows of `source` for which the chat template is wanted: tools that it does not show (`has_tools`: some row has
+    them), and `prompts` (place, prompt) that are rendered already. `remedy`: how to go without the template.
+    """
+    why = unseen_tools(tokenizer) if has_tools else None
+    found = [None if why is None else f"{source}: {why}, so prompts do not show those of its rows"]
+    if tokenizer.has_chat_template:
+        found.append(rendered_warning(prompts, tokenizer, source, remedy))
+    return [*filter(None, found)]
 
 
 def unread_warnings(tokenizer: HFTokenizer, field: str, kwargs: dict[str, Any]) -> list[str]:

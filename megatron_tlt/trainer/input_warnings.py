@@ -11,10 +11,10 @@ from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning, warmup_warning
-from megatron_tlt.config.root import Config, TrainingConfig
+from megatron_tlt.config.root import Config, SftSection, TrainingConfig
+from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
-from megatron_tlt.data.rendered_prompts import rendered_prompt_warnings
 from megatron_tlt.data.sources import FileSource, unread_warning
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
@@ -22,7 +22,7 @@ from megatron_tlt.models.hf.config import ModelConfig, shape_of
 from megatron_tlt.models.hf.files import config_warnings, model_warnings
 from megatron_tlt.models.hf.peft import adapter_warning
 from megatron_tlt.rewards.build import answer_warning
-from megatron_tlt.trainer.chat_checks import chat_warnings, unread_tools
+from megatron_tlt.trainer.chat_checks import chat_warnings, row_warnings, unread_tools
 from megatron_tlt.trainer.environments import prompt_tools, reward_warning
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
@@ -41,7 +41,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
         schedule_warning(config),
     ]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
-    found += rendered_prompt_warnings(config, tokenizer_here(config))
+    found += [] if config.records is None else _of_records(config, config.records)
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
 
 
@@ -83,8 +83,8 @@ def _of_rl(config: Config) -> list[str]:
 
 
 def _of_rows(config: Config) -> list[str]:
-    """Files of a data set that belong to no split, rows whose answers a reward function cannot use, and tools of rows
-    that no prompt shows.
+    """Files of a data set that belong to no split, rows whose answers a reward function cannot use, tools of rows that
+    no prompt shows, and rows that are rendered already.
     """
     found: list[str | None] = []
     tokenizer = tokenizer_here(config) if config.data.chat_template else None
@@ -92,15 +92,39 @@ def _of_rows(config: Config) -> list[str]:
         if not section.is_here:
             continue
         found.append(unread_warning(section, field))
-        if not isinstance(source := open_source(section, field, seed=0), FileSource):
+        if not isinstance(source := open_source(section, field, 0, config.data.system_prompt), FileSource):
             continue
         found.append(answer_warning(config.rewards, source.answers()))
-        if tokenizer is not None and any(tools for *_, tools in source.examples) and not tokenizer.shows_tools:
-            why = (
-                f"the chat template of {tokenizer.name} does not read 'tools', so prompts do not show those of its rows"
-            )
-            found.append(f"{field}.path = {section.path}: {why}")
+        if tokenizer is not None:
+            rows = map(source.row, range(source.size))
+            prompts = ((row.place, row.messages or row.prompt) for row in rows)
+            has_tools = any(tools for *_, tools in source.examples)
+            at = f"{field}.path = {section.path}"
+            found += row_warnings(tokenizer, at, _remedy(config), prompts, has_tools)
     return [text for text in found if text is not None]
+
+
+def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
+    """Records that are left out because they have no text to learn, and what `_of_rows` finds in prompts."""
+    found = []
+    tokenizer = tokenizer_here(config) if section.chat_template else None
+    for field, path, split in section.files:
+        if not Path(path).exists():
+            continue
+        rows, numbers = read_completions(section, Path(path), split)
+        at, places = f"{field} = {path}", [f"{path}:{number}" for number in numbers]
+        if blank := [place for place, row in zip(places, rows, strict=True) if row.is_blank]:
+            why = f"have no text to learn and are left out (the first: {blank[0]})"
+            found.append(f"{at}: {len(blank)} of {len(rows)} records {why}")
+        if tokenizer is not None:
+            prompts = zip(places, (row.prompt for row in rows), strict=True)
+            found += row_warnings(tokenizer, at, _remedy(config), prompts, any(row.tools for row in rows))
+    return found
+
+
+def _remedy(config: TrainingConfig) -> str:
+    """What takes rows that are rendered already."""
+    return f"{config.chat_name}.chat_template: false takes texts as they stand"
 
 
 def _of_drafter(config: Config) -> list[str]:

@@ -203,7 +203,7 @@ def _first_prompt(config: Config) -> Prompt | None:
     source = config.data.train
     if source.path is not None and not Path(source.path).exists():
         return None
-    row = first_row(open_source(source, "data.train", seed=0))
+    row = first_row(open_source(source, "data.train", 0, config.data.system_prompt))
     return Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
 
 
@@ -361,7 +361,7 @@ def input_problems(config: TrainingConfig, device: Device | None = None) -> list
         tools = prompt_tools(rl)
         for name, source in rl.data.sources:
             if source.is_here or (source.kind == "tasks" and source.tasks):
-                problems += source_problems(source, name, render, tools)
+                problems += source_problems(source, name, render, tools, rl.data.system_prompt)
         if rl.env is not None and rl.env.is_named:
             problems += environment_problems(rl.env) or reward_problems(rl)
         problems += function_problems(rl.rewards)

@@ -34,6 +34,9 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO_POLICY, tmp_path / "model"))
 
 
+BOS = {"add_bos_token": True}
+
+
 def edit(path: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -69,11 +72,18 @@ def test_sft_ends_turns_with_the_templates_token_of_several(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("text", ["Calculate 1 + 1.", "<s> Calculate 1 + 1."])
-@pytest.mark.parametrize("adds", ["<s> $A", "<s> $A </s>", "$A </s>"])
-def test_a_prompt_without_template_begins_as_the_tokenizer_begins_it(adds: str, text: str, tmp_path: Path) -> None:
-    tokenizer = HFTokenizer(save_sentencepiece(tmp_path / "t", None, adds=adds))
+@pytest.mark.parametrize(
+    ("adds", "setting"),
+    [("<s> $A", {}), ("<s> $A </s>", {}), ("$A </s>", {}), *((adds, BOS) for adds in ("$A", "<s> $A"))],
+)
+def test_a_prompt_without_template_begins_as_the_tokenizer_begins_it(
+    adds: str, setting: dict[str, bool], text: str, tmp_path: Path
+) -> None:
+    """Or, as DeepSeek-R1-Distill-Qwen, as tokenizer_config.json says."""
+    edit(save_sentencepiece(tmp_path / "t", None, adds=adds) / "tokenizer_config.json", **setting)
+    tokenizer = HFTokenizer(tmp_path / "t")
     bare = AutoTokenizer.from_pretrained(tmp_path / "t").encode(text, add_special_tokens=False)
-    wanted = bare if bare[0] == 1 or not adds.startswith("<s>") else [1, *bare]
+    wanted = bare if bare[0] == 1 or not (adds.startswith("<s>") or setting) else [1, *bare]
     path = write(tmp_path / "r.jsonl", {"prompt": text, "completion": "2", "response": "2"})
     data = DataSection(train=PromptSourceConfig(kind="jsonl", path=str(path)))
     (trained,) = build_prompts(data, "train", tokenizer, 0).next_batch(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_tlt.backends import build
-from megatron_tlt.cli.generate import _checked_tokenizer, generate_file
+from megatron_tlt.cli.generate import _checked_tokenizer, _prompt_warnings, generate_file
 from megatron_tlt.cli.main import _parser
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
@@ -84,6 +85,25 @@ def test_plain_prompts_of_a_chat_model_are_named(tmp_path: Path, template: str |
     file.write_text(line + "\n")
     prompts = file_prompts(file, Codes(), chat=False)
     assert (plain_prompt_warning(HFTokenizer(model), prompts) is not None) == is_warned
+
+
+def test_prompts_that_the_chat_template_does_not_fit_are_named(tmp_path: Path):
+    """Rendered ones, in any message, and tools that it does not read."""
+    tokenizer, file = HFTokenizer(chat_model(tmp_path / "m", QWEN3)), tmp_path / "p.jsonl"
+    chat = [{"role": "system", "content": "<|pad|>"}, {"role": "user", "content": "1"}]
+    rows = {"prompt": "1"}, {"prompt": "<|user|>1"}, {"prompt": chat, "tools": '[{"name": "f"}]'}
+    words = ["generate", "--model", str(tmp_path / "m"), "--prompts", str(file), "--out", "o"]
+    said = []
+    for count in (1, 3):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+        prompts = file_prompts(file, tokenizer, chat=True)
+        said.append(_prompt_warnings(_parser().parse_args([*words, "--chat"]), prompts, tokenizer))
+    about = f"--prompts {file}"
+    none, (tools, rendered) = said
+    assert not none
+    assert tools.startswith(f"{about}: the chat template of {tmp_path / 'm'} does not read 'tools', so prompts do not")
+    assert rendered.startswith(f"{about}: 2 of 3 rows have a special token in their text, as a rendered")
+    assert f"(first {file}:2: '<|user|>')" in rendered
 
 
 def test_a_tokenizer_that_cannot_be_used_is_a_problem_of_the_model(tmp_path: Path):

@@ -18,7 +18,7 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.config.root import SftConfig
 from megatron_tlt.data.chat import with_system
 from megatron_tlt.data.completions import encoded_records
-from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source
+from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source, source_problems
 from megatron_tlt.data.sources import Row, unread_warning
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError, OpeningError
@@ -276,7 +276,12 @@ def test_a_prompt_may_be_chat_messages(
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
+BARE: list[dict[str, Any]] = [{"name": "add", "parameters": {"type": "object"}}]
+FLAT = [{"type": "function", **BARE[0]}]
+NO_TOOLS = (None, " ", "[]")
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), json.dumps(BARE), FLAT, *NO_TOOLS])
 @pytest.mark.parametrize("kind", ["jsonl", "hf"])
 def test_the_tools_of_a_row_are_in_its_prompt_as_in_fine_tuning(tmp_path: Path, kind: Any, tools: Any) -> None:
     template = "{{ '<|system|>' + tools | tojson if tools }}" + (DEMO_POLICY / "chat_template.jinja").read_text()
@@ -287,13 +292,16 @@ def test_the_tools_of_a_row_are_in_its_prompt_as_in_fine_tuning(tmp_path: Path, 
     ((_, _, (learned, _, _)),) = encoded_records(config.sft, path, "train", tokenizer, 999)
     source = PromptSourceConfig(kind=kind, path=str(path), prompt_field="messages")
     (prompt,) = stream(source, tokenizer=tokenizer).next_batch(1)  # type: ignore[arg-type]
-    assert [*prompt.token_ids] == learned == tokenizer.encode_chat("hi", None, TOOLS if tools else ())
+    assert [*prompt.token_ids] == learned == tokenizer.encode_chat("hi", None, () if tools in NO_TOOLS else TOOLS)
 
 
 def test_tools_of_a_row_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "q", "tools": TOOLS}])
+    source = write_jsonl(tmp_path / "r.jsonl", [{"prompt": SAY, "tools": TOOLS}])
     with pytest.raises(DataError, match=r"r\.jsonl:1: field 'tools': 1 tools need data\.chat_template"):
         stream(source, tokenizer=Plain())
+    text = write_jsonl(tmp_path / "text.jsonl", [{"prompt": "q", "tools": TOOLS}])
+    rendered = stream(text, tokenizer=Plain()).next_batch(1)[0].token_ids
+    assert Letters().decode(rendered) == "q", "a text without the template stands as it is"
     section, env = DataSection(train=source), EnvPrompts(tools=TOOLS)
     with pytest.raises(DataError, match=r"r\.jsonl:1: field 'tools': the environment has tools of its own \(add\)"):
         build_prompts(section, "train", Letters(), 0, env)  # type: ignore[arg-type]
@@ -303,6 +311,31 @@ def test_tools_of_a_row_that_cannot_be_shown_are_refused(tmp_path: Path) -> None
         stream(source).load_state_dict(saved)
     with pytest.raises(DataError, match=r"bad\.jsonl:1: field 'tools' must be a list of"):
         stream(write_jsonl(tmp_path / "bad.jsonl", [{"prompt": "q", "tools": "add"}]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "run", "is_taken"),
+    [
+        ("<|system|>You are X.<|end|><|user|>q", None, True),
+        ([{"role": "system", "content": "You are X.\nToday is Monday."}, *SAY], None, True),
+        ("q", "You are X.", True),
+        (SAY, "You are X.", True),
+        ("q", "You are Y.", False),
+        ([{"role": "system", "content": "You are Y."}, *SAY], "You are X.", False),
+    ],
+)
+def test_a_system_column_is_taken_where_its_text_reaches_the_model(
+    tmp_path: Path, prompt: Any, run: str | None, is_taken: bool
+) -> None:
+    data = DataSection(
+        train=write_jsonl(tmp_path / "r.jsonl", [{"prompt": prompt, "system": "You are X.\n"}]), system_prompt=run
+    )
+    if is_taken:
+        assert build_prompts(data, "train", Letters(), 0).next_batch(1)  # type: ignore[arg-type]
+        assert not source_problems(data.train, "data.train", system=run)
+        return
+    with pytest.raises(DataError, match=r"r\.jsonl:1: field 'system' does not .*data\.system_prompt has one text"):
+        build_prompts(data, "train", Letters(), 0)  # type: ignore[arg-type]
 
 
 def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:

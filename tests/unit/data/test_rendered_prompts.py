@@ -10,9 +10,6 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import SftConfig, TrainingConfig
-from megatron_tlt.data.prompts import file_prompts
-from megatron_tlt.data.rendered_prompts import rendered_warning
-from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.trainer.input_warnings import input_warnings
 from tests.helpers.chat_models import DEMO_POLICY
 
@@ -20,6 +17,7 @@ RENDERED = "<|user|>1 + 2<|end|><|assistant|>"
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1 + 1", "completion": "2"},
     {"prompt": RENDERED, "completion": "3"},
+    {"prompt": "1 + 2", "completion": "<|pad|>call"},
     {"prompt": [{"role": "system", "content": "<|pad|>"}, {"role": "user", "content": "1"}], "completion": "3"},
 ]
 
@@ -38,18 +36,8 @@ def test_rendered_rows_are_counted_before_a_run(tmp_path: Path, kind: str) -> No
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (warning,) = [text for text in input_warnings(config_of(kind, path), "cpu") if "special token" in text]
     assert warning.startswith("sft.train_path = " if kind == "sft" else "data.train.path = ")
-    assert f"{path}: 2 of 3 rows have a special token in their text" in warning
+    assert f"{path}: 2 of 4 rows have a special token in their text" in warning
     assert f"(first {path}:2: '<|user|>')" in warning and f"{kind}.chat_template: false takes" in warning
     assert not [text for text in input_warnings(config_of(kind, path, chat_template=False), "cpu") if "special" in text]
-    path.write_text(json.dumps(ROWS[0]) + "\n")
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[2]) + "\n")
     assert not [text for text in input_warnings(config_of(kind, path), "cpu") if "special" in text]
-
-
-def test_prompts_of_generate_are_counted(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "r.jsonl", HFTokenizer(DEMO_POLICY)
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1", RENDERED)))
-    prompts = file_prompts(path, tokenizer, chat=True)
-    rows = [(prompt.dataset_id, prompt.text) for prompt in prompts]
-    warning = rendered_warning(rows, tokenizer, "--prompts", "without --chat")
-    assert warning is not None and "1 of 2 rows have a special token in their text, as a rendered" in warning
-    assert f"(first {path}:2: '<|user|>')" in warning

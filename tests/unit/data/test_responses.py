@@ -146,3 +146,10 @@ def test_a_tool_in_a_conversation_is_given(tmp_path, tokenizer):
     drawn = found.token_ids[found.response_start :][found.drawn].tolist()
     end = [*tokenizer.eos_token_ids[:1]]
     assert drawn == [*tokenizer.encode("call"), *end, *tokenizer.encode("3"), *end]
+
+
+def test_a_response_without_text_is_one_that_ends_at_once(tmp_path, tokenizer):
+    messages = [{"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": ""}]
+    for row in ({"prompt": "1 + 2", "response": ""}, {"messages": messages}):
+        (found,) = read(tmp_path / "r.jsonl", [row], tokenizer)
+        assert found.token_ids[found.response_start :].tolist() == [*tokenizer.eos_token_ids[:1]]

@@ -1,5 +1,6 @@
 """What `check` and a start say of rewards, environments and settings that are allowed and most likely not meant."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from megatron_tlt.config.root import SftConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import check_report, input_problems
+from tests.helpers.chat_models import QWEN3, chat_model
 from tests.helpers.checked_configs import ARCHITECTURE, make
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
@@ -72,6 +74,24 @@ def test_a_warm_up_beyond_the_last_step_is_a_warning(warmup, says):
     for config in (tuned, make(optimizer=optimizer, train={"num_steps": 4})):
         found = [text for text in input_warnings(config, "cpu") if "warmup" in text]
         assert [text[: len(says[0])] for text in found] == says
+
+
+def test_records_that_are_not_learned_whole_are_counted(tmp_path):
+    model = chat_model(tmp_path / "m", QWEN3)
+    row = {"prompt": "1 + 2", "completion": "3"}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = tmp_path / "r.jsonl"
+    sft = {"train_path": str(path), "out": "o"}
+    found = []
+    for rows in ([row], [row, {**row, "completion": " "}, {**row, "completion": ""}, {**row, "tools": tools}]):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = SftConfig.model_validate({"model": {"path": str(model)}, "sft": sft})
+        found.append([text for text in input_warnings(config, "cpu") if text.startswith("sft.train_path")])
+    assert found[0] == []
+    blank, unseen = found[1]
+    at = f"sft.train_path = {path}"
+    assert blank == f"{at}: 2 of 4 records have no text to learn and are left out (the first: {path}:2)"
+    assert unseen.startswith(f"{at}: the chat template of {model} does not read 'tools', so prompts do not show")
 
 
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():

@@ -5,9 +5,12 @@ import shutil
 from itertools import islice
 from types import SimpleNamespace
 
+import datasets
 import pytest
 
+from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.config.root import SftConfig, SftSection
+from megatron_tlt.data.sources import open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
@@ -94,11 +97,9 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ),
         ({"messages": [ASKED, {**ANSWER, "train": False}]}, "message 1 has train false"),
         ({"messages": [ASKED, {**ANSWER, "mask": 1}]}, "message 1 has mask 1"),
-        ({"messages": [ASKED, {**CALL, "content": ""}, OBSERVED, ANSWER]}, "message 1 has no text to learn"),
         ({"messages": [ASKED, ANSWER], "system": "S"}, "field 'system' does not reach the model"),
         ({**PAIR, "system_prompt": "S"}, "field 'system_prompt' does not reach the model"),
         ({**PAIR, "images": ["a.png"]}, "field 'images' is not empty: models read text only"),
-        ({**PAIR, "completion": " \n"}, "field 'completion' has no text to learn"),
         (
             {**PAIR, "prompt": [ASKED, CALL]},
             "field 'prompt' must not end with a message of the assistant, .*'completion'",
@@ -109,6 +110,32 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
 def test_a_record_that_cannot_be_learned_is_refused(tmp_path, record, message):
     with pytest.raises(DataError, match=f"r.jsonl:1: .*{message}"):
         read(write(tmp_path / "r.jsonl", json.dumps(record)), chat_template=True)
+
+
+def test_records_without_text_to_learn_are_left_out(tmp_path):
+    blank = [{**PAIR, "completion": " \n"}, {"messages": [ASKED, {**CALL, "content": ""}, OBSERVED, ANSWER]}]
+    path = write(tmp_path / "r.jsonl", *map(json.dumps, [PAIR, *blank, {"messages": [ASKED, ANSWER]}]))
+    found = read(path, HFTokenizer(DEMO_POLICY), 200, chat_template=True)
+    assert [sequence.trajectory.prompt_id for sequence in found] == [1, 4]
+    with pytest.raises(DataError, match=r"none of its 2 records has text to learn \(field 'completion', or the assist"):
+        read(write(path, *map(json.dumps, blank)), chat_template=True)
+
+
+@pytest.mark.parametrize("column", ["input", "context"])
+def test_an_instruction_whose_input_is_a_column_of_its_own_is_refused(tmp_path, column):
+    row, fields = {"instruction": "a", "output": "b"}, {"prompt_field": "instruction"}
+    path = write(tmp_path / "r.jsonl", json.dumps(row), json.dumps({**row, column: "Guten Tag"}))
+    said = f"r.jsonl:2: field '{column}' is not empty and not read: join it and 'instruction' in one column"
+    with pytest.raises(DataError, match=said):
+        read(path, completion_field="output", **fields)
+    parquet = tmp_path / "r.parquet"
+    datasets.Dataset.from_list([{**row, column: "", "n": 1}, {**row, column: "Guten Tag", "n": 1}]).to_parquet(parquet)
+    source = PromptSourceConfig(kind="parquet", path=str(parquet), answer_field="output")
+    with pytest.raises(DataError, match=said.replace("jsonl:2", "parquet:1")):
+        open_file(source.model_copy(update=fields), parquet)
+    assert open_file(source.model_copy(update={"prompt_field": "output"}), parquet).size == 2
+    (sequence,) = read(write(path, json.dumps({**row, column: " "})), completion_field="output", **fields)
+    assert sequence.trajectory.prompt_id == 1
 
 
 def test_what_a_record_says_of_its_context_or_twice_is_no_error(tmp_path):
