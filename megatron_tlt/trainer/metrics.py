@@ -130,9 +130,14 @@ class RunMetrics:
         self._step_started = time.perf_counter()
         self._windows.clear()
 
-    def end_window(self, report: WindowReport) -> None:
-        """Adds an idle window's metrics to those of the step; see `window_metrics`."""
-        self._windows.append(window_metrics(report, self._is_first))
+    def end_window(self, report: WindowReport, dropped_tokens: int = 0) -> None:
+        """Adds an idle window's metrics to those of the step; see `window_metrics`. `dropped_tokens`: pre-rolled
+        ones of all replicas that were not kept, the same number on every rank.
+        """
+        row = window_metrics(report, self._is_first)
+        if dropped_tokens and self.world.is_main:
+            row |= sums({"pre_rollout/dropped_tokens": dropped_tokens})
+        self._windows.append(row)
 
     def rank_state(self, name: str, started: float, seconds: float) -> None:
         """Logs the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""

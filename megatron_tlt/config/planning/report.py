@@ -126,19 +126,28 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
 
 def _idle(config: Config, num_ranks: int) -> list[str]:
     """What an idle engine does."""
-    reason, mib = why_no_pre_rollouts(config, num_ranks), config.idle.pre_rollout_mib
+    reason = why_no_pre_rollouts(config, num_ranks)
     if reason is not None:
         return [f"  no pre-rollouts: {reason}"]
     then = ", then trains the drafter" if config.idle.train_drafter else ""
-    what = "responses to" if config.env is None else "first turns of"
-    return [f"  an idle one pre-rolls {what} the next two steps' prompts{then}; at most {mib:g} MiB of drafts"]
+    what, tokens = "responses to", config.rollout.max_tokens
+    if config.env is not None:
+        what, tokens = "first turns of", config.env.max_turn_tokens or tokens
+    return [f"  an idle one pre-rolls {what} the next two steps' prompts{then}; {_drafts(config, tokens)}"]
 
 
 def _evaluations(config: Config) -> str:
     """Whether an evaluation drafts with the last one's responses."""
     if (reason := why_no_eval_drafts(config)) is not None:
         return f"  {reason}" if reason == NO_EVALUATIONS else f"  an evaluation does not draft: {reason}"
-    return f"  an evaluation verifies the last one's responses; at most {config.idle.pre_rollout_mib:g} MiB of drafts"
+    tokens = config.eval.max_tokens or config.rollout.max_tokens
+    return f"  an evaluation verifies the last one's responses; {_drafts(config, tokens)}"
+
+
+def _drafts(config: Config, tokens: int) -> str:
+    """How many responses of full length, `tokens`, replicas may pass to each other."""
+    mib = config.idle.pre_rollout_mib
+    return f"at most {mib:g} MiB of drafts ({int(mib * 2**20) // (4 * tokens)} of {tokens} tokens)"
 
 
 def _without_effect(config: Config) -> list[str]:
