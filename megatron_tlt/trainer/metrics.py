@@ -18,7 +18,7 @@ from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back, cut_back_ranks, rank_file
 from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
-from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
+from megatron_tlt.observe.metrics import METRICS_FILE, OF_RANK, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, reduced, sums, values_of
 from megatron_tlt.observe.rollouts import (
@@ -316,7 +316,7 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Seconds of the phases, means over the ranks, and each rank's idle seconds."""
     names = sorted({name for phases in ranks for name in phases})
     times = {f"time/{name}": sum(p.get(name, 0.0) for p in ranks) / len(ranks) for name in names}
-    return times | {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
+    return times | {f"{OF_RANK}{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
 
 
 def _rollout_rates(row: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
