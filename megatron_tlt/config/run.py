@@ -101,6 +101,9 @@ class ShutdownSection(Section):
     that would leave less is dropped."""
 
 
+ROLLOUT_CACHE_BYTES = 4 << 30  # on the disk, of one replica of a run; responses beyond them are not kept
+
+
 class RolloutCacheSection(Section):
     """Finished responses in run_dir/rollout_cache, until a checkpoint covers their step. With keyed sampling a resumed
     run would generate the same responses again, so it reads them instead. Those of `eval --out OUT` are in

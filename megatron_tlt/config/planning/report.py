@@ -1,4 +1,4 @@
-"""The report of `megatron-tlt check`: the rank grid, memory per rank, tokens per step."""
+"""The report of `megatron-tlt check`: the rank grid, memory per rank, disk, tokens per step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.planning.disk import disk_lines
 from megatron_tlt.config.planning.memory import KV, RankMemory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import (
     GIB,
@@ -45,6 +46,7 @@ def render_check(
         parts += _engines(config.rl, num_ranks)
     parts += _adapters(config, shape)
     parts += ["", *_memory(config, shape, num_ranks, device, all_rows), ""]
+    parts += disk_lines(config, shape, num_ranks) if shape is not None else []
     if config.rl is not None:
         parts += _tokens(config.rl, dims)
     elif config.records is not None:
@@ -145,9 +147,9 @@ def _evaluations(config: Config) -> str:
 
 
 def _drafts(config: Config, tokens: int) -> str:
-    """How many responses of full length, `tokens`, replicas may pass to each other."""
+    """The most that replicas pass to each other, and how many responses of full length, `tokens`, that is."""
     mib = config.idle.pre_rollout_mib
-    return f"at most {mib:g} MiB of drafts ({int(mib * 2**20) // (4 * tokens)} of {tokens} tokens)"
+    return f"at most {mib:g} MiB of drafts: {int(mib * 2**20) // (4 * tokens):,} responses of {tokens} tokens"
 
 
 def _without_effect(config: Config) -> list[str]:
