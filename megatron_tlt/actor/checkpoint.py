@@ -77,7 +77,7 @@ def start_save(
     this rank's other files, by file name; may be called until the handle is done. The handle must be polled or waited
     for by all ranks together before the next save. Raises SaveError where the first rank cannot write.
     """
-    scratch = files.scratch_of(directory)
+    began, scratch = time.monotonic(), files.scratch_of(directory)
     with _saving_together(world), _disk_errors(world, directory):
         if world.is_main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -97,7 +97,7 @@ def start_save(
         )
     assert strategy.writer is not None
     strategy.writer.start(files_of_rank)
-    return SaveHandle(world, directory, manifest, strategy, keep)
+    return SaveHandle(world, directory, manifest, strategy, keep, began)
 
 
 @contextmanager
@@ -133,8 +133,13 @@ class SaveHandle:
         manifest: Manifest,
         strategy: ThreadSaveStrategy,
         keep: int | None,
+        began: float,
     ):
+        """`began`: by `time.monotonic`."""
         self.directory, self.done = directory, False
+        self.seconds = 0.0
+        """Of the slowest rank until it had written, and of publishing; the same on every rank, once it is published."""
+        self._began = began
         assert strategy.writer is not None, "see `start_save`"
         self._world, self._manifest, self._keep = world, manifest, keep
         self._strategy, self._writer = strategy, strategy.writer
@@ -165,18 +170,22 @@ class SaveHandle:
                 raise CheckpointError(f"cannot write {self.directory}: {late}")
 
     def _publish(self) -> None:
-        report = self._world.all_gather_object((self._writer.failure, self._writer.records))
-        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(report) if failure]
+        publishing = time.monotonic()
+        mine = self._writer.failure, self._writer.records, self._writer.ended_at - self._began
+        report = self._world.all_gather_object(mine)
+        failures = [f"rank {rank}: {failure}" for rank, (failure, *_) in enumerate(report) if failure]
         if failures:
             if self._world.is_main:  # leaves room on a full disk for the run's logs
                 shutil.rmtree(files.scratch_of(self.directory), ignore_errors=True)
             raise SaveError(f"cannot write {self.directory}: {'; '.join(failures)}")
-        written = {name: record for _, records in report for name, record in records.items()}
+        written = {name: record for _, records, _ in report for name, record in records.items()}
         manifest = replace(self._manifest, files=written)
         with _saving_together(self._world), _disk_errors(self._world, self.directory):
             self._strategy.write_metadata()
             if self._world.is_main:
                 files.publish(self.directory, manifest, self._keep)
+        published_in = self._world.broadcast_object(time.monotonic() - publishing)
+        self.seconds = max(seconds for *_, seconds in report) + published_in
         self.done = True
 
 

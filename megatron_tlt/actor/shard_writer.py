@@ -11,6 +11,7 @@ Remove when megatron-core can write from a thread of the rank's own process.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class ThreadWriter(FileSystemWriterAsync):
         self.records: dict[str, FileRecord] = {}
         self.failure: str | None = "the writer thread died"
         """The error of the thread, once it has ended."""
+        self.ended_at = 0.0
+        """When it ended, by `time.monotonic`."""
         self._snapshot: _Snapshot | None = None
         self._results: list[WriteResult] = []
         self._thread: threading.Thread | None = None
@@ -76,6 +79,7 @@ class ThreadWriter(FileSystemWriterAsync):
         else:
             self.failure = None
         self._snapshot = None
+        self.ended_at = time.monotonic()
 
     def is_done(self) -> bool:
         """Whether the thread has ended."""

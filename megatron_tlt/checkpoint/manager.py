@@ -57,6 +57,8 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
+        self.save_s = 0.0
+        """Seconds that the newest save of this start has taken; 0 before the first."""
         self.is_behind = False
         """The checkpoint of this step lacks something of its state: `save_now` replaces it."""
         self._is_overdue = False  # a save was due at a step that was not good
@@ -94,7 +96,7 @@ class CheckpointManager:
         if (pending := self._pending) is not None:
             self._pending = None  # a failure is raised once
             if pending.poll():
-                self._note(pending.directory)
+                self._published(pending)
             else:
                 self._pending = pending
         self._is_overdue |= self.is_scheduled(step)
@@ -140,12 +142,16 @@ class CheckpointManager:
         if (pending := self._pending) is not None:
             self._pending = None
             pending.wait()
-            self._note(pending.directory)
+            self._published(pending)
 
     def close(self) -> None:
         """Releases the lock of the run directory."""
         if self._lock is not None:
             self._lock.release()
+
+    def _published(self, save: SaveHandle) -> None:
+        self.save_s = save.seconds
+        self._note(save.directory)
 
     def _note(self, directory: Path) -> None:
         self.newest = step_of(directory)

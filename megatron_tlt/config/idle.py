@@ -21,9 +21,10 @@ class IdleSection(Section):
     decoding them (docs/guides/pre_rollouts.md); with an environment, their first turns. auto: wherever it runs, which
     is the embedded engine and vLLM without router replay. With rollout.release_cache the KV cache is there in windows,
     too."""
-    pre_rollout_mib: float = Field(default=64.0, gt=0)
-    """Most memory of all pre-rolled responses that replicas pass to each other, 4 bytes a token; each replica sends its
-    share, the longest responses first. As much again for an evaluation's responses, which the next one verifies."""
+    pre_rollout_mib: float = Field(default=256.0, gt=0)
+    """Most memory of all pre-rolled responses that replicas pass to each other after a rollout, 4 bytes a token, the
+    longest responses first; the others are dropped (`pre_rollout/dropped_tokens`). As much again for an evaluation's
+    responses, which the next one verifies."""
     train_drafter: bool = False
     """Train the drafter while waiting for other ranks: a quarter of the time where prompts are left to pre-roll."""
     min_tail_seconds: NonNegativeFloat = 0.02

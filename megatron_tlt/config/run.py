@@ -97,7 +97,11 @@ class ShutdownSection(Section):
     term_s: PositiveFloat = 20.0
     """Seconds from SIGTERM or Ctrl-C until every rank must be gone; less than the site's KillWait (30 by default)."""
     save_s: NonNegativeFloat = 10.0
-    """Seconds to allow for the checkpoint: a step that would leave less is dropped."""
+    """Seconds to allow for the checkpoint, or as many as the newest one of this start took, if these are more: a step
+    that would leave less is dropped."""
+
+
+ROLLOUT_CACHE_BYTES = 4 << 30  # on the disk, of one replica of a run; responses beyond them are not kept
 
 
 class RolloutCacheSection(Section):

@@ -54,19 +54,23 @@ _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
-_OPEN_FILES, _FEWEST_FILES = 65536, 256  # of a rank; two ranks with a drafter have some 150
+_OPEN_FILES = 65536
+_FEWEST_FILES, _FILES_PER_RANK = 256, 4  # two ranks with a drafter have some 150; a group of N connects to N
 _SIOCGIFADDR = 0x8915  # Linux's request for an interface's IPv4 address
 _ABORT_S = 20.0  # for the launcher to end a rank after another one's MPI_Abort
 
 
-def allow_open_files() -> None:
-    """Raises this process's limit of open files as far as it may. Raises DistributedError where that is too low."""
+def allow_open_files(size: int) -> None:
+    """Raises this process's limit of open files as far as it may. Raises DistributedError where that is too low for a
+    rank of `size`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < _FEWEST_FILES:
-        allowed = f"a rank needs {_FEWEST_FILES} for connections and files (ulimit -n, LimitNOFILE, --ulimit nofile)"
+    needed = _FEWEST_FILES + _FILES_PER_RANK * size
+    if most < needed:
+        allowed = f"a rank of {size} needs {needed} for connections and files (ulimit -n, LimitNOFILE, --ulimit nofile)"
         raise DistributedError(f"this process may have {most} open files: {allowed}")
 
 
@@ -111,7 +115,7 @@ class World:
         if section.device == "cpu":
             hide_gpus()
         comm = start_mpi()
-        allow_open_files()  # now: a rank that fails before MPI's start leaves the others waiting there
+        allow_open_files(comm.size)  # now: a rank that fails before MPI's start leaves the others waiting there
         launch = detect_launch()
         if launch.size is not None and comm.size != launch.size:
             raise DistributedError(

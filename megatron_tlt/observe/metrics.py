@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+OF_RANK = "idle/rank"  # begins a name of one rank's number
 
 Scalars = Mapping[str, float]
 _WANDB_NAME, _WANDB_REFUSED = 128, "/\\#?%:"  # characters of a project's name at most, and those that W&B refuses
@@ -160,9 +161,12 @@ class MetricsLogger:
             self._sinks.append(TensorBoardSink(directory, start_step))
 
     def log(self, step: int, scalars: Scalars) -> None:
-        """Writes the numbers of a step; names look like `reward/mean`."""
+        """Writes the numbers of a step; names look like `reward/mean`. Those of single ranks are in the file only: in
+        TensorBoard and W&B each would be a chart.
+        """
+        charts = {name: value for name, value in scalars.items() if not name.startswith(OF_RANK)}
         for sink in self._sinks:
-            sink.write(step, scalars)
+            sink.write(step, scalars if isinstance(sink, JsonlSink) else charts)
 
     def log_samples(self, step: int, rows: Sequence[JsonRow]) -> None:
         """Shows rows of samples.jsonl in W&B, if it is configured."""

@@ -16,7 +16,7 @@ from types import UnionType
 from megatron_tlt.errors import ConfigError, no_such_file, shortened
 from megatron_tlt.observe.events import events_path, step_of
 from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows
-from megatron_tlt.observe.metrics import METRICS_FILE
+from megatron_tlt.observe.metrics import METRICS_FILE, OF_RANK
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
@@ -92,7 +92,7 @@ class RunData:
 
     def seconds_some_rank_waits(self) -> float:
         """Seconds of the rollouts in which at least one rank had no request left, over all steps."""
-        waits = ([v for name, v in row.items() if name.startswith("idle/rank")] for row in self.steps)
+        waits = ([v for name, v in row.items() if name.startswith(OF_RANK)] for row in self.steps)
         return float(sum(max(seconds, default=0.0) for seconds in waits))
 
     def events(self, rank: int, of_step: Callable[[int], bool] = lambda step: True) -> Iterator[JsonRow]:

@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,11 +22,11 @@ def encode_line(value: Mapping[str, Any]) -> bytes:
 
 def encode_response(sample: Sample, prompt_crc: int) -> bytes:
     """A finished response as a line."""
-    fields = asdict(sample)
-    if (routed_experts := fields.pop("routed_experts")) is not None:
+    values = {f.name: getattr(sample, f.name) for f in fields(sample)}  # asdict copies each token, in the decoding loop
+    if (routed_experts := values.pop("routed_experts")) is not None:
         encoded = base64.b64encode(routed_experts.tobytes()).decode()
-        fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, encoded]
-    return encode_line({"prompt_crc": prompt_crc, "sample": fields})
+        values["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, encoded]
+    return encode_line({"prompt_crc": prompt_crc, "sample": values})
 
 
 def decode_sample(fields: dict[str, Any]) -> Sample:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
+from megatron_tlt.config.run import ROLLOUT_CACHE_BYTES
 from megatron_tlt.data.prompt_queue import PromptQueue
 from megatron_tlt.observe.files import naming
 from megatron_tlt.observe.reduction import RankMetrics, sums
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from megatron_tlt.types import GenerateCall
 
 _log = logging.getLogger(__name__)
-_MOST_BYTES = 4 << 30  # on the disk, of one replica of a run; responses beyond them are not kept
 Weights = Iterable[tuple[str, "Tensor"]]
 Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
@@ -183,7 +183,7 @@ class RolloutCache:
         identity: Mapping[str, Any],
         tp: int,
         fresh: bool = False,
-        max_bytes: float = _MOST_BYTES,
+        max_bytes: float = ROLLOUT_CACHE_BYTES,
     ):
         """Keeps responses in `directory`, of one replica at most `max_bytes`; without keyed sampling in `backend`
         nothing is kept or reused.

@@ -67,6 +67,7 @@ class GracefulShutdown:
         self._looked_at = -math.inf
         self._rest_s: dict[str, float] = {}  # from each place of `sync` to the end of the step, as measured
         self._reached_at: dict[str, float] = {}
+        self._save_s = section.save_s  # or as measured, if that is more
         self.has_dropped_step = False
         self._warned_of: set[str] = set()
         if world.size > 1:
@@ -130,6 +131,20 @@ class GracefulShutdown:
         if self._any_rank(self.is_requested):
             raise GracefulExit("the step is done")
 
+    def note_save(self, seconds: float) -> None:
+        """A checkpoint has taken `seconds`, on every rank the same: a step leaves the next one as long. Mutates."""
+        section = self._section
+        if seconds > section.save_s and "a save" not in self._warned_of and self._world.is_main:
+            is_late = seconds > section.term_s
+            late = f"; after SIGTERM (stop.term_s = {section.term_s:g}) none is finished" if is_late else ""
+            _log.warning(
+                "a checkpoint took %.0f s, more than stop.save_s = %g: from now on a step that would leave less is "
+                "dropped at a signal%s; set stop.save_s, and deadlines well above it",
+                seconds, section.save_s, late,
+            )  # fmt: skip
+            self._warned_of.add("a save")
+        self._save_s = max(section.save_s, seconds)
+
     @contextmanager
     def unwatched(self, what: str) -> Iterator[None]:
         """A part of a step in which this rank looks for no signal; a warning if it is too long for that."""
@@ -139,7 +154,7 @@ class GracefulShutdown:
 
     def _warn_if_long(self, what: str, seconds: float) -> None:
         """A signal that comes as `what` begins must leave it the time to end, and a checkpoint."""
-        needed = seconds + self._section.save_s
+        needed = seconds + self._save_s
         if needed > self._section.warning_s and what not in self._warned_of and self._world.is_main:
             _log.warning(
                 "%s and a checkpoint take %.0f s, more than stop.warning_s = %g: where a signal comes as that begins, "
@@ -160,7 +175,7 @@ class GracefulShutdown:
         """Whether the time that is left is too short for the rest of the step and a checkpoint."""
         if max(self._signals.count, self._remote_count) > 1:
             return True
-        return self._clock() + self._rest_s.get(place, 0.0) + self._section.save_s > self._deadline()
+        return self._clock() + self._rest_s.get(place, 0.0) + self._save_s > self._deadline()
 
     def _any_rank(self, mine: bool) -> bool:
         flag = torch.tensor([int(mine)])

@@ -23,10 +23,10 @@ _TOKEN_BYTES = 4
 class SimPreRollouts:
     """Of all replicas: `run` in the window behind a step, `take` before the next one."""
 
-    def __init__(self, config: SimConfig, lengths: Lengths, rollouts: Rollouts, num_replicas: int):
-        self._lengths, self._rollouts, self._num_replicas = lengths, rollouts, num_replicas
+    def __init__(self, config: SimConfig, lengths: Lengths, rollouts: Rollouts):
+        self._lengths, self._rollouts = lengths, rollouts
         self._last, self._seed = config.workload.steps - 1, config.workload.seed
-        self._most = config.idle.pre_rollout_mib * 2**20 / _TOKEN_BYTES / num_replicas  # tokens of a replica
+        self._most = config.idle.pre_rollout_mib * 2**20 / _TOKEN_BYTES  # tokens of all replicas
         self._drift = Drift(config.pre_rollouts)
         self._there: dict[int, np.ndarray] = {}  # by step: tokens, int64 [P, n]
         self._made: dict[int, np.ndarray] = {}  # by step: the step whose policy drew them, int64 [P, n]
@@ -58,8 +58,8 @@ class SimPreRollouts:
         prompts = len(lengths) // len(ahead)
         order = sorted(range(len(lengths)), key=lambda i: (i // prompts, is_whole[i]))
         earlier = have if have.there.any() else None
-        tokens, owner, ends = self._rollouts.pre_roll(lengths, order, table, starts, until, earlier)
-        self._keep_share(tokens, owner)
+        tokens, ends = self._rollouts.pre_roll(lengths, order, table, starts, until, earlier)
+        self._keep_longest(tokens)
         self.exchanged = _TOKEN_BYTES * int(tokens.sum())
         better = (tokens > have.there) | (tokens == lengths)
         for i, at in enumerate(ahead):
@@ -75,9 +75,7 @@ class SimPreRollouts:
         rng = np.random.default_rng((self._seed, 3, now, steps[0]))
         return PreRolled(there, self._drift.matching(there, updates, rng))
 
-    def _keep_share(self, tokens: np.ndarray, owner: np.ndarray) -> None:
-        """Drops all but the longest responses of a replica, as many as it may pass on. Mutates `tokens` [P, n]."""
-        for replica in range(self._num_replicas):
-            mine = np.flatnonzero(np.repeat(owner == replica, tokens.shape[1]))
-            mine = mine[np.argsort(-tokens.flat[mine], kind="stable")]
-            tokens.flat[mine[np.cumsum(tokens.flat[mine]) > self._most]] = 0
+    def _keep_longest(self, tokens: np.ndarray) -> None:
+        """Drops all but the longest responses, as many as replicas may pass to each other. Mutates `tokens` [P, n]."""
+        order = np.argsort(-tokens, axis=None, kind="stable")
+        tokens.flat[order[np.cumsum(tokens.flat[order]) > self._most]] = 0

@@ -88,18 +88,18 @@ class Rollouts:
         starts: Sequence[float],
         until: float,
         pre_rolled: PreRolled | None,
-    ) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    ) -> tuple[np.ndarray, list[float]]:
         """What replicas that begin at `starts` (inf: never) decode before `until` of the prompts in this order.
 
-        Returns tokens int64 [P, n], the replica that decoded each int64 [P], -1 for none, and when each one ends.
+        Returns tokens int64 [P, n], and when each replica ends.
         """
         most = self._most(self._config.workload.prompts_per_step, lengths.shape[1])
         replicas = self._drive(lengths, order, table, 0, most, starts, until, pre_rolled)
-        tokens, owner = np.zeros(lengths.shape, np.int64), np.full(len(lengths), -1)
-        for i, replica in enumerate(replicas):
+        tokens = np.zeros(lengths.shape, np.int64)
+        for replica in replicas:
             for prompt in replica.fetched:
-                tokens[prompt], owner[prompt] = replica.tokens_of(prompt), i
-        return tokens, owner, [min(replica.now, until) for replica in replicas]
+                tokens[prompt] = replica.tokens_of(prompt)
+        return tokens, [min(replica.now, until) for replica in replicas]
 
     def _most(self, num_prompts: int, samples: int) -> int:
         """Requests that a replica has at once: its share of a step, as far as the engine holds them."""

@@ -41,7 +41,7 @@ class Simulation:
         self._rollouts = Rollouts(config, costs, replicas)
         self._pre_rollouts: SimPreRollouts | None = None
         if config.idle.pre_rollout:
-            self._pre_rollouts = SimPreRollouts(config, self._lengths, self._rollouts, replicas)
+            self._pre_rollouts = SimPreRollouts(config, self._lengths, self._rollouts)
 
     def run(self, mode: str) -> Point:
         """All steps; `mode` is the point's name."""

@@ -75,7 +75,9 @@ def share_responses(world: World, backend: RolloutBackend, groups: Sequence[Samp
     world.wait_for_all()
     most = backend.history_responses
     mine = [response for group in groups for response in readable_tokens(_past_responses(group), most)]
-    responses = [response for part in gather_large(world, mine or None) for response in part]
+    # Lengths alone are small: one all-gather instead of a broadcast a rank.
+    parts = gather_large(world, mine or None) if most else world.all_gather_object(mine)
+    responses = [response for part in parts for response in part]
     responses.sort(key=lambda a: a.prompt_id)  # the order must not depend on the number of ranks
     backend.remember(responses)
 

@@ -175,7 +175,8 @@ class Evaluator:
         self._drafts.clear()  # before the new ones come
         if self._draft_bytes:
             mine = samples if self._queues.is_first else []
-            self._drafts |= {name: tokens for name, tokens, _ in exchanged(self._queues, mine, self._draft_bytes)}
+            responses, _ = exchanged(self._world, mine, self._draft_bytes)
+            self._drafts |= {name: tokens for name, tokens, _ in responses}
 
     def _report(self, running: int, waiting: int, _: int) -> None:
         self._world.heartbeat(running=running, queued=waiting)

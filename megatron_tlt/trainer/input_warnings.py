@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning, warmup_warning
+from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.long_prompts import long_prompt_warnings
@@ -43,6 +45,25 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     found += [] if config.records is None else _of_records(config, config.records)
     return [*found, *(() if config.rl is None else _of_rl(config.rl))]
+
+
+def disk_warning(config: TrainingConfig) -> str | None:
+    """Of a disk, as it is now, that has no room for the run's checkpoints beside those that are there; a quota is not
+    seen. None where the model's shape is not known, too.
+    """
+    shape = shape_of(config.model)
+    if shape is None or (config.rl is not None and not config.rl.trains):
+        return None
+    state = config.state_dir.absolute()
+    free = shutil.disk_usage(next(folder for folder in (state, *state.parents) if folder.exists())).free
+    size = checkpoint_bytes(config, shape)
+    more = max(1, config.checkpoint.keep + 1 - len(list((state / "checkpoints").glob("step-*"))))
+    if free >= more * size:
+        return None
+    return (
+        f"{gb(free)} are free under {config.state_dir}, and checkpoints take {gb(more * size)} more ({gb(size)} each, "
+        f"checkpoint.keep = {config.checkpoint.keep}, and the one that is being written)"
+    )
 
 
 def _of_model(config: TrainingConfig) -> list[str]:

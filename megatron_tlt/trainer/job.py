@@ -86,6 +86,7 @@ class Job(ABC):
         """After a step. Raises TrainingError where no further step makes sense."""
         with self.phase("checkpoint"):
             self.checkpoints.maybe_save(self.done, self.state_dict, self.unsaved() is None)
+        self.shutdown.note_save(self.checkpoints.save_s)
 
     def is_complete(self) -> bool:
         """Whether only `finish` is left."""

@@ -18,7 +18,7 @@ from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back, cut_back_ranks, rank_file
 from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
-from megatron_tlt.observe.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsLogger
+from megatron_tlt.observe.metrics import METRICS_FILE, OF_RANK, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, reduced, sums, values_of
 from megatron_tlt.observe.rollouts import (
@@ -130,9 +130,14 @@ class RunMetrics:
         self._step_started = time.perf_counter()
         self._windows.clear()
 
-    def end_window(self, report: WindowReport) -> None:
-        """Adds an idle window's metrics to those of the step; see `window_metrics`."""
-        self._windows.append(window_metrics(report, self._is_first))
+    def end_window(self, report: WindowReport, dropped_tokens: int = 0) -> None:
+        """Adds an idle window's metrics to those of the step; see `window_metrics`. `dropped_tokens`: pre-rolled
+        ones of all replicas that were not kept, the same number on every rank.
+        """
+        row = window_metrics(report, self._is_first)
+        if dropped_tokens and self.world.is_main:
+            row |= sums({"pre_rollout/dropped_tokens": dropped_tokens})
+        self._windows.append(row)
 
     def rank_state(self, name: str, started: float, seconds: float) -> None:
         """Logs the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
@@ -311,7 +316,7 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Seconds of the phases, means over the ranks, and each rank's idle seconds."""
     names = sorted({name for phases in ranks for name in phases})
     times = {f"time/{name}": sum(p.get(name, 0.0) for p in ranks) / len(ranks) for name in names}
-    return times | {f"idle/rank{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
+    return times | {f"{OF_RANK}{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
 
 
 def _rollout_rates(row: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.distributed.exchange import gather_large
+from megatron_tlt.distributed.exchange import gather_columns, gather_large
 from megatron_tlt.errors import BackendError, DataError, EnvError, error_line
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.trainer.engine_stats import joined
@@ -34,6 +34,7 @@ from megatron_tlt.types import EngineStats, GenerateCall
 if TYPE_CHECKING:
     from megatron_tlt.data.prompt_queue import PromptQueue, PromptQueues
     from megatron_tlt.data.prompts import PromptStream
+    from megatron_tlt.distributed.world import World
     from megatron_tlt.idle.window import PreRoll
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import Prompt, Sample, SamplingParams
@@ -53,16 +54,13 @@ class Drafts:
     tokens: np.ndarray  # int32 [sum of lengths], one response behind the other
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], max_bytes: int) -> Drafts:
-        """The longest of `samples`, as many as fit: they decide how long a rollout takes."""
-        ordered = sorted(samples, key=lambda sample: -len(sample.token_ids))
-        total = np.cumsum([_TOKEN_BYTES * len(sample.token_ids) for sample in ordered])
-        kept = ordered[: int(np.searchsorted(total, max_bytes, side="right"))]
+    def of(cls, samples: Sequence[Sample]) -> Drafts:
+        """All of `samples`."""
         return cls(
-            np.array([(sample.prompt_id, sample.sample_index) for sample in kept], np.int64).reshape(-1, 2),
-            np.array([len(sample.token_ids) for sample in kept], np.int64),
-            np.array([sample.finish_reason != "abort" for sample in kept], bool),
-            np.array([token for sample in kept for token in sample.token_ids], np.int32),
+            np.array([(sample.prompt_id, sample.sample_index) for sample in samples], np.int64).reshape(-1, 2),
+            np.array([len(sample.token_ids) for sample in samples], np.int64),
+            np.array([sample.finish_reason != "abort" for sample in samples], bool),
+            np.array([token for sample in samples for token in sample.token_ids], np.int32),
         )
 
     def responses(self) -> Iterator[tuple[Name, np.ndarray, bool]]:
@@ -72,13 +70,22 @@ class Drafts:
             yield (int(prompt_id), int(index)), self.tokens[end - length : end], bool(whole)
 
 
-def exchanged(queues: PromptQueues, samples: Sequence[Sample], max_bytes: int) -> list[tuple[Name, np.ndarray, bool]]:
-    """The responses of all replicas, as in `Drafts.responses`, at most `max_bytes` of tokens, the same share of each.
+def exchanged(
+    world: World, samples: Sequence[Sample], max_bytes: int
+) -> tuple[list[tuple[Name, np.ndarray, bool]], int]:
+    """The longest responses of all ranks, as in `Drafts.responses`, as many as `max_bytes` of tokens hold: they decide
+    how long a rollout takes. And the number of tokens of the others, which are dropped.
 
     `samples`: this rank's. Collective.
     """
-    drafts = Drafts.of(samples, max_bytes // queues.num_replicas) if samples else None
-    return [response for of in gather_large(queues.world, drafts) for response in of.responses()]
+    lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
+    rows = gather_columns(world, {"rank": np.full(len(samples), world.rank), "length": lengths})
+    order = np.argsort(-rows["length"], kind="stable")
+    fits = np.zeros(len(order), bool)
+    fits[order] = _TOKEN_BYTES * np.cumsum(rows["length"][order]) <= max_bytes
+    kept = [sample for sample, fit in zip(samples, fits[rows["rank"] == world.rank], strict=True) if fit]
+    parts = gather_large(world, Drafts.of(kept) if kept else None)
+    return [response for of in parts for response in of.responses()], int(rows["length"][~fits].sum())
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,6 +112,7 @@ class PreRollouts:
     _ahead: list[Prompt] | None = None  # the next prompts, where environments add texts to them
     _is_open: bool = False
     _has_failed: bool = False
+    _has_dropped: bool = False  # for lack of room
 
     def look_ahead(self, step: int) -> None:
         """Before the rollout of `step`, whose prompts have left the stream: where the environment's `reset` adds texts
@@ -131,21 +139,31 @@ class PreRollouts:
         self._whole.difference_update(names)
         return {name: self._drafts.pop(name) for name in names if name in self._drafts}
 
-    def exchange(self) -> None:
-        """After the window that was opened: every rank gets what all replicas have pre-rolled. Collective.
+    def exchange(self) -> int:
+        """After the window that was opened: every rank gets what all replicas have pre-rolled. Returns the number of
+        tokens that `max_bytes` had no room for, of all replicas. Collective.
 
         Prompts of earlier windows that no rollout has used keep what they have, unless there is more now.
         """
         if not self._is_open:
-            return
+            return 0
         new, self._new = self._new, []
-        for name, tokens, is_whole in exchanged(self.queues, new, self.max_bytes):
+        responses, dropped = exchanged(self.queues.world, new, self.max_bytes)
+        if dropped and not self._has_dropped and self.queues.world.is_main:
+            _log.warning(
+                "idle.pre_rollout_mib = %g had no room for %d tokens that were pre-rolled; with a higher value, 4 "
+                "bytes a token, the next steps draft with them, too (later steps: pre_rollout/dropped_tokens)",
+                self.max_bytes / 2**20, dropped,
+            )  # fmt: skip
+        self._has_dropped |= dropped > 0
+        for name, tokens, is_whole in responses:
             if is_whole or len(tokens) > len(self._drafts.get(name, ())):
                 self._drafts[name] = tokens.copy()  # the exchange's whole array would live as long
                 if is_whole:
                     self._whole.add(name)
                 else:
                     self._whole.discard(name)
+        return dropped
 
     def take_stats(self) -> EngineStats:
         """The engine's counters of the step's rollouts, without pre-rollouts. Resets them."""

@@ -52,7 +52,7 @@ from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.device_memory import handle_problems
 from megatron_tlt.trainer.environments import prompt_tools, reward_problems
-from megatron_tlt.trainer.input_warnings import input_warnings
+from megatron_tlt.trainer.input_warnings import disk_warning, input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
 from megatron_tlt.trainer.token_checks import (
     record_problems,
@@ -151,8 +151,9 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
         raise ConfigError(problems)
     mixed = mixed_processors(world.all_gather_object(processor(world.device)))
     if world.is_main:
-        for text in [*input_warnings(config, device), *([] if mixed is None else [mixed])]:
-            _log.warning(text)
+        for text in [*input_warnings(config, device), mixed, disk_warning(config)]:
+            if text is not None:
+                _log.warning(text)
 
 
 def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[str]) -> list[ConfigProblem]:

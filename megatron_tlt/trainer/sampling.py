@@ -153,9 +153,8 @@ class GroupSampler:
         with self.metrics.phase("idle"):
             # Until every replica is done. An engine that a signal has interrupted may be dead.
             report = self.idle_window.run(self.drafter.train_step, None if is_cut_short else pre_roll)
-            if pre_rollouts is not None:
-                pre_rollouts.exchange()
-        self.metrics.end_window(report)
+            dropped = 0 if pre_rollouts is None else pre_rollouts.exchange()
+        self.metrics.end_window(report, dropped)
         self.recovery.may_stop("rollout", is_cut_short)
         return groups
 

@@ -76,9 +76,18 @@ def test_only_collectives_and_their_store_wait_in_vain() -> None:
         assert not is_timeout(error)
 
 
-@pytest.mark.parametrize(("limit", "says"), [(128, "may have 128 open files: a rank needs 256"), (4000, "4000, 4000")])
-def test_the_limit_of_open_files_is_raised_or_named(limit: int, says: str) -> None:
-    program = "import resource; from megatron_tlt.distributed.world import allow_open_files; allow_open_files(); "
+@pytest.mark.parametrize(
+    ("limit", "size", "says"),
+    [
+        (128, 1, "may have 128 open files: a rank of 1 needs 260"),
+        (2000, 512, "a rank of 512 needs 2304"),
+        (4000, 512, "4000, 4000"),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_or_named(limit: int, size: int, says: str) -> None:
+    program = (
+        f"import resource; from megatron_tlt.distributed.world import allow_open_files; allow_open_files({size}); "
+    )
     ended = subprocess.run(
         [sys.executable, "-c", f"{program} print(resource.getrlimit(resource.RLIMIT_NOFILE))"],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 512), limit)),

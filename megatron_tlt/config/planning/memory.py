@@ -145,17 +145,21 @@ def _stage(config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage:
     host = {**drafter.host_parts(rl, shape, device), "suffix drafter": engine.suffix_bytes(rl)}
     only = _only(rl, device)
     if why_no_pre_rollouts(rl, dims.world_size) is None:
-        kept = 2 * rl.idle.pre_rollout_mib * MIB  # of two windows
-        host["pre-rollouts"] = int(kept + rl.idle.pre_rollout_mib * MIB)  # what an exchange brings comes on top
+        each = _draft_bytes(rl, 2 * rl.train.prompts_per_step * rl.rollout.samples_per_prompt, rl.rollout.max_tokens)
+        host["pre-rollouts"] = 2 * each + each  # of two windows; what an exchange brings comes on top
         only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
     if why_no_eval_drafts(rl) is None:
         tokens = rl.eval.max_tokens or rl.rollout.max_tokens
-        most = 4 * rl.eval.num_prompts * rl.eval.samples_per_prompt * tokens
-        kept = min(most, rl.idle.pre_rollout_mib * MIB)
-        host["drafts of evaluations"] = int(2 * kept)  # as above
+        each = _draft_bytes(rl, rl.eval.num_prompts * rl.eval.samples_per_prompt, tokens)
+        host["drafts of evaluations"] = 2 * each  # as above
     if device == "cpu":
         return RankMemory(stage, parts | host, only)
     return RankMemory(stage, parts, only, host=state | host)
+
+
+def _draft_bytes(config: Config, responses: int, tokens: int) -> int:
+    """The most that one exchange of drafts keeps: of so many responses, each of at most `tokens` tokens."""
+    return min(4 * responses * tokens, int(config.idle.pre_rollout_mib * MIB))
 
 
 def _only(config: Config, device: Device) -> dict[str, tuple[Phase, ...]]:

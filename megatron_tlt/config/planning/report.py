@@ -1,4 +1,4 @@
-"""The report of `megatron-tlt check`: the rank grid, memory per rank, tokens per step."""
+"""The report of `megatron-tlt check`: the rank grid, memory per rank, disk, tokens per step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.planning.disk import disk_lines
 from megatron_tlt.config.planning.memory import KV, RankMemory, estimate_memory, node_host_bytes
 from megatron_tlt.config.planning.parameters import (
     GIB,
@@ -45,6 +46,7 @@ def render_check(
         parts += _engines(config.rl, num_ranks)
     parts += _adapters(config, shape)
     parts += ["", *_memory(config, shape, num_ranks, device, all_rows), ""]
+    parts += disk_lines(config, shape, num_ranks) if shape is not None else []
     if config.rl is not None:
         parts += _tokens(config.rl, dims)
     elif config.records is not None:
@@ -126,19 +128,28 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
 
 def _idle(config: Config, num_ranks: int) -> list[str]:
     """What an idle engine does."""
-    reason, mib = why_no_pre_rollouts(config, num_ranks), config.idle.pre_rollout_mib
+    reason = why_no_pre_rollouts(config, num_ranks)
     if reason is not None:
         return [f"  no pre-rollouts: {reason}"]
     then = ", then trains the drafter" if config.idle.train_drafter else ""
-    what = "responses to" if config.env is None else "first turns of"
-    return [f"  an idle one pre-rolls {what} the next two steps' prompts{then}; at most {mib:g} MiB of drafts"]
+    what, tokens = "responses to", config.rollout.max_tokens
+    if config.env is not None:
+        what, tokens = "first turns of", config.env.max_turn_tokens or tokens
+    return [f"  an idle one pre-rolls {what} the next two steps' prompts{then}; {_drafts(config, tokens)}"]
 
 
 def _evaluations(config: Config) -> str:
     """Whether an evaluation drafts with the last one's responses."""
     if (reason := why_no_eval_drafts(config)) is not None:
         return f"  {reason}" if reason == NO_EVALUATIONS else f"  an evaluation does not draft: {reason}"
-    return f"  an evaluation verifies the last one's responses; at most {config.idle.pre_rollout_mib:g} MiB of drafts"
+    tokens = config.eval.max_tokens or config.rollout.max_tokens
+    return f"  an evaluation verifies the last one's responses; {_drafts(config, tokens)}"
+
+
+def _drafts(config: Config, tokens: int) -> str:
+    """The most that replicas pass to each other, and how many responses of full length, `tokens`, that is."""
+    mib = config.idle.pre_rollout_mib
+    return f"at most {mib:g} MiB of drafts: {int(mib * 2**20) // (4 * tokens):,} responses of {tokens} tokens"
 
 
 def _without_effect(config: Config) -> list[str]:

@@ -17,6 +17,8 @@ from megatron_tlt.errors import SaveError, SharedError
 class Save:
     """A `SaveHandle` that is done at once, or fails whenever it is looked at."""
 
+    seconds = 30.0
+
     def __init__(self, directory: Path, fails: bool):
         self.directory, self._fails = directory, fails
 
@@ -47,7 +49,7 @@ def test_a_signal_behind_a_save_that_fails_saves_the_last_finished_step(tmp_path
     checkpoints, begun = manager(tmp_path, {0})
     checkpoints.maybe_save(2, dict, good=True)
     checkpoints.save_now(3, dict)
-    assert begun == ["step-000002", "step-000003"] and checkpoints.newest == 3
+    assert begun == ["step-000002", "step-000003"] and (checkpoints.newest, checkpoints.save_s) == (3, 30.0)
     assert "step-000002; step 3 is saved in its place" in caplog.text
 
 

@@ -54,7 +54,7 @@ def test_wandb_continues_its_run_and_has_a_row_a_turn(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=table))
     for start in (0, 1, 0):  # the last one is a new run in the same directory
         logger = MetricsLogger(tmp_path, ObserveSection(wandb_project="p", tensorboard=False), 0, start)
-        logger.log(start + 1, {"a": 1.0})
+        logger.log(start + 1, {"a": 1.0, "idle/rank000": 0.5})
         turns = [{"response": "f", "calls": [{"name": "f"}], "observation": "2", "reward": 0.5, "seconds": 0.1}]
         turns.append({"response": "2"})
         logger.log_samples(start + 1, [{"response": "2", "reward": 1.0, "turns": turns}, {"response": "x"}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +92,14 @@ def test_a_torn_or_altered_file_gives_the_responses_before_the_damage(tmp_path: 
 
 
 # -- the writer ---------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_written_without_a_copy_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = asdict(BEGUN)
+    del values["routed_experts"]
+    expected = encode_line({"prompt_crc": 7, "sample": values})
+    monkeypatch.setattr("copy.deepcopy", lambda *_: pytest.fail("copied"))
+    assert encode_response(BEGUN, 7) == expected
 
 
 def test_the_writer_writes_privately_and_in_order(tmp_path: Path) -> None:

@@ -99,6 +99,22 @@ def test_an_update_or_a_part_without_looks_that_the_warning_is_too_short_for_is_
     assert [text.partition(",")[0] for text in caplog.messages] == expected
 
 
+def test_a_checkpoint_that_takes_longer_than_planned_is_named_and_gets_its_time(clock, caplog):
+    stop, signals = make(clock)
+    stop.note_save(9)
+    assert not caplog.text
+    for _ in range(2):
+        stop.note_save(30)
+    (text,) = caplog.messages
+    assert "a checkpoint took 30 s, more than stop.save_s = 10" in text and "stop.term_s = 20" in text
+    signals.note(WARNING)
+    clock.now += 100 - 30
+    stop.sync("rollout")
+    clock.now += 15
+    with pytest.raises(GracefulExit):
+        stop.sync("update")
+
+
 def test_a_second_signal_drops_at_once_and_sigterm_leaves_less_time(clock):
     stop, signals = make(clock)
     signals.note(WARNING)

@@ -65,8 +65,8 @@ def test_where_nothing_matches_only_the_window_costs(a_second_each):
 
 
 def test_what_is_passed_on_is_bounded(a_second_each):
-    """0.0006 MiB are 157 tokens, a half of them a replica's: its 81 do not fit, and a shorter response neither."""
-    point = run("pre", NO_WAIT, "pre_rollouts.hazard=0.0", "idle.pre_rollout_mib=0.0006", **TWO)
+    """0.0003 MiB are 78 tokens: a response of 81 does not fit."""
+    point = run("pre", NO_WAIT, "pre_rollouts.hazard=0.0", "idle.pre_rollout_mib=0.0003", **TWO)
     assert [record.phases["rollout"] for record in point.steps] == [99.0, 99.0]
 
 

@@ -269,14 +269,14 @@ class Metered(SingleProcess):
     """Counts what a rank sends to every other one."""
 
     def __init__(self):
-        self.sent = 0
+        self.sent, self.broadcasts = 0, 0
 
     def all_gather_object(self, value):
         self.sent += len(pickle.dumps(value))
         return [value]
 
     def broadcast_object(self, value, source):
-        self.sent += len(pickle.dumps(value))
+        self.sent, self.broadcasts = self.sent + len(pickle.dumps(value)), self.broadcasts + 1
         return value
 
 
@@ -297,6 +297,7 @@ def sent(history_responses, tokens):
     history = ResponseHistory(2, history_responses, mib=64)
     backend = SimpleNamespace(history_responses=history_responses, remember=history.remember)
     share_responses(world, backend, scored(tokens))
+    assert world.broadcasts == (history_responses > 0), "one a rank, for tokens only"
     return world.sent, history
 
 

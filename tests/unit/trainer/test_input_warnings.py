@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_tlt.config.root import SftConfig
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.trainer.input_warnings import input_warnings
-from megatron_tlt.trainer.preflight import check_report, input_problems
+from megatron_tlt.trainer.input_warnings import disk_warning, input_warnings
+from megatron_tlt.trainer.preflight import check_report, input_problems, without_training
 from tests.helpers.chat_models import QWEN3, chat_model
 from tests.helpers.checked_configs import ARCHITECTURE, make
 
@@ -123,3 +124,22 @@ def test_rewards_of_an_environment_that_has_none_or_that_nothing_reads_are_named
         found = [text for text in input_warnings(make(env=env), "cpu") if "do not count, only task" in text]
         assert len(found) == count
     assert not [t for t in input_warnings(make(env=shop, rewards={"functions": functions}), "cpu") if "count" in t]
+
+
+@pytest.mark.parametrize(("free", "there", "is_warned"), [(7, 0, False), (5, 0, True), (5, 3, False), (1, 9, True)])
+def test_a_disk_without_room_for_the_checkpoints_is_named(free, there, is_warned, tmp_path, monkeypatch):
+    """One takes 1.5 GB, and with the one under way there are four; `there` are on the disk already."""
+    run = tmp_path / "runs/a"
+    for step in range(there):
+        (run / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+    looked_at = []
+    usage = SimpleNamespace(free=int(free * 1e9))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: looked_at.append(folder) or usage)
+    config = make(
+        model={"path": "not/here", "architecture": ARCHITECTURE | {"vocab_size": 1_000_000}},
+        train={"run_dir": str(run)},
+    )
+    assert (disk_warning(config) is not None) == is_warned
+    assert looked_at == [run if there else tmp_path]
+    assert not is_warned or "checkpoint.keep = 3" in str(disk_warning(config))
+    assert disk_warning(without_training(config, reads_prompts=False)) is None

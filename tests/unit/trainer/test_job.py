@@ -18,6 +18,8 @@ from megatron_tlt.trainer.job import Job
 class Kept:
     """A `CheckpointManager` that keeps one state in memory; a save is due every two steps."""
 
+    save_s = 30.0
+
     def __init__(self, state: dict[str, Any] | None = None):
         self.state, self.is_open, self.is_waited_for = state, True, False
 
@@ -42,7 +44,7 @@ class Signals:
     """A `GracefulShutdown` whose signal drops the update of step `within`, or is seen after step `after`."""
 
     def __init__(self, within: int = -1, after: int = -1):
-        self.within, self.after, self.steps = within, after, 0
+        self.within, self.after, self.steps, self.save_s = within, after, 0, 0.0
 
     def sync(self, step: int) -> None:
         if step == self.within:
@@ -52,6 +54,9 @@ class Signals:
         self.steps += 1
         if self.steps == self.after:
             raise GracefulExit("the step is done")
+
+    def note_save(self, seconds: float) -> None:
+        self.save_s = seconds
 
     def reason(self) -> str:
         return "SIGTERM"
@@ -102,7 +107,7 @@ class Counting(Job):
 def test_a_signal_saves_the_last_finished_step_and_the_next_start_goes_on(signal, tmp_path, capsys):
     stopped = Counting(tmp_path, Kept(), Signals(**signal))
     assert stopped.run() and not stopped.finished
-    assert stopped.checkpoints.state == {"count": 3}
+    assert stopped.checkpoints.state == {"count": 3} and stopped.shutdown.save_s == Kept.save_s
     assert "; saved after step 3, the next start goes on there" in capsys.readouterr().out
     assert stopped.ended == [(True, "ended by a signal after step 3 of 4; saved, the same command goes on")]
     resumed = Counting(tmp_path, stopped.checkpoints, Signals())

@@ -171,3 +171,12 @@ def test_phases_are_of_the_step_under_way_from_1(tmp_path: Path, steps_done: int
     assert entered == [step, step]
     spans = [event["step"] for event in read_events(tmp_path, 0) if event["kind"] == "span"]
     assert spans == [steps_done, min(steps_done + 1, 4)], "events count steps done"
+
+
+def test_tokens_that_the_exchange_dropped_are_counted_once_for_all_ranks(tmp_path: Path) -> None:
+    report = WindowReport((), 1.0, 1.0, 0.0, 0, 0, 0.0, 0.0)
+    ranks = [metrics_of(tmp_path, 2, rank=rank) for rank in (0, 1)]
+    for rank in ranks:
+        for dropped in (0, 30, 12):  # windows of one step
+            rank.end_window(report, dropped)
+    assert values_of([reduced(rank._windows) for rank in ranks])["pre_rollout/dropped_tokens"] == 42

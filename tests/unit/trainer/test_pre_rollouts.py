@@ -41,6 +41,30 @@ def test_an_unfinished_response_is_continued_also_in_place_of_a_shorter_whole_on
     assert kept.take([prompt]).keys() == {(0, 0)} and not kept._drafts
 
 
+class BesideAnIdleRank(SingleProcess):
+    """Rank 0 of two; the other one has pre-rolled nothing."""
+
+    size = 2
+
+    def all_gather_object(self, value):
+        return [value, {name: column[:0] for name, column in value.items()} if isinstance(value, dict) else False]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_the_room_is_for_the_longest_responses_and_what_it_lacks_for_is_named_once(size: int, caplog):
+    kept = part()
+    kept.queues.world = BesideAnIdleRank() if size == 2 else SingleProcess()  # type: ignore[misc]
+    kept._new = [Sample(0, i, [i] * tokens, [], "", "stop", 0) for i, tokens in enumerate((10, 150, 90))]
+    kept.open(1)
+    assert kept.exchange() == 0 and sorted(map(len, kept._drafts.values())) == [10, 90, 150], "1000 bytes of tokens"
+    assert not caplog.text
+    for _ in range(2):
+        kept._new = [Sample(1, i, [i] * tokens, [], "", "stop", 0) for i, tokens in enumerate((10, 150, 91))]
+        kept._drafts.clear()
+        assert kept.exchange() == 10 and sorted(map(len, kept._drafts.values())) == [91, 150]
+    assert caplog.text.count("no room for 10 tokens") == 1
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_failure_drops_the_window_of_a_replica_of_one_rank_and_ends_one_of_several(tp: int, caplog):
     """The other ranks of a replica wait in the middle of a step, for one that would never come back to it."""

@@ -69,7 +69,7 @@ class Ranks:
     def phase(self, name: str) -> Any:
         return nullcontext()
 
-    def end_window(self, report: Any) -> None:
+    def end_window(self, report: Any, dropped_tokens: int) -> None:
         """No window."""
 
     def ordered(self, prompts: list[Prompt]) -> list[Prompt]:

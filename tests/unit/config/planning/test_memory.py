@@ -217,8 +217,12 @@ def test_the_report_shows_grid_memory_and_tokens():
     assert "Ranks: 256 = tp 8 x pp 2 x cp 1 x dp 16" in text
     assert "  dp 1      8-15  136-143\n" in text
     assert "Rollout engines: 32 of 8 ranks: 0-7, 8-15, ..., 248-255" in text
-    assert "pre-rolls responses to the next two steps' prompts" in text
+    assert (
+        "pre-rolls responses to the next two steps' prompts" in text
+        and "256 MiB of drafts: 8,192 responses of 8192 tokens" in text
+    )
     assert "512 prompts x 16 responses = 8192 sequences, at most 83886080 tokens" in text
+    assert "a checkpoint 1,004 GB, up to 3 at once" in text and "rollout cache at most 137 GB" in text
     total = next(line for line in text.splitlines() if line.startswith("  at most"))
     worst = max(stage.total for stage in estimate_memory(config, config.model.architecture, 256))
     assert total.split()[-1] == f"{worst / GIB:.2f}"
