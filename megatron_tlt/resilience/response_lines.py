@@ -22,7 +22,7 @@ def encode_line(value: Mapping[str, Any]) -> bytes:
 
 def encode_response(sample: Sample, prompt_crc: int) -> bytes:
     """A finished response as a line."""
-    fields = asdict(sample)
+    fields = asdict(sample.unpacked())
     if (routed_experts := fields.pop("routed_experts")) is not None:
         encoded = base64.b64encode(routed_experts.tobytes()).decode()
         fields["routed_experts"] = [routed_experts.dtype.name, routed_experts.shape, encoded]
