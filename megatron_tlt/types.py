@@ -5,8 +5,9 @@ Legend: P prompt tokens, R response tokens, L = P + R.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -87,8 +88,9 @@ class Sample:
 
     prompt_id: int
     sample_index: int
-    token_ids: list[int]  # [R], with the stop token when one ended it
-    logprobs: list[float]  # [R], or empty from an engine that has none (`BackendCapabilities.logprobs`)
+    # [R], with the stop token when one ended it. This and the next are lists, or arrays where they are kept (`packed`).
+    token_ids: list[int] | array[int]
+    logprobs: list[float] | array[float]  # [R], or empty from an engine that has none (`BackendCapabilities.logprobs`)
     text: str
     finish_reason: FinishReason
     policy_version: int
@@ -101,6 +103,14 @@ class Sample:
     # Waited for the environment, by turn, the one that it failed to answer included.
     turn_seconds: list[float] = field(default_factory=list, compare=False)
     earlier: tuple[Drawn, ...] = ()  # tokens that earlier steps drew, from the start; `policy_version` drew the others
+
+    def packed(self) -> Sample:
+        """The same with tokens as int32 and log-probs as float32, which they are: 8 bytes a token, lists take 80."""
+        return replace(self, token_ids=array("i", self.token_ids), logprobs=array("f", self.logprobs))
+
+    def unpacked(self) -> Sample:
+        """The same with lists."""
+        return replace(self, token_ids=list(self.token_ids), logprobs=list(self.logprobs))
 
     @property
     def is_truncated(self) -> bool:

@@ -221,12 +221,12 @@ def _metadata(groups: ActorGroups, config: Any) -> dict[str, Any]:
     }
 
 
-def load_policy(module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
+def load_policy(world: World, module: Any, optimizer: Any, groups: ActorGroups, directory: Path) -> None:
     """Fills model and optimizer from a checkpoint of any layout, its checksums unverified. Collective.
 
-    Nothing in it is unpickled. Raises CheckpointError.
+    A sign of life a tensor. Nothing in the checkpoint is unpickled. Raises CheckpointError.
     """
-    with cpu_as_cuda(), _no_pickles(directory):
+    with cpu_as_cuda(), _no_pickles(world, directory):
         state = dist_checkpointing.load(sharded_state(module, optimizer, groups, None), str(directory))
         left_out = module.load_state_dict(state["model"], strict=False)
         assert not left_out.unexpected_keys and not trainable(module).keys() & set(left_out.missing_keys)
@@ -236,15 +236,16 @@ def load_policy(module: Any, optimizer: Any, groups: ActorGroups, directory: Pat
 
 
 @contextmanager
-def _no_pickles(directory: Path) -> Iterator[None]:
-    """While megatron loads `directory`: CheckpointError for anything that is not numbers, or cannot be read.
+def _no_pickles(world: World, directory: Path) -> Iterator[None]:
+    """While megatron loads `directory`: CheckpointError for anything that is not numbers, or cannot be read; a sign of
+    life before each tensor.
 
     torch unpickles .metadata without a check, so it is read here first, by an unpickler that builds torch's records
     only. Use from one thread.
     """
     read_metadata(directory / METADATA)
     try:
-        with load_numbers_only():
+        with load_numbers_only(world.heartbeat):
             yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(_REFUSED.format(directory)) from error
@@ -258,16 +259,18 @@ def _no_pickles(directory: Path) -> Iterator[None]:
 def load_model(world: World, module: Any, groups: ActorGroups, path: str, config: ModelConfig) -> None:
     """Fills a stage's weights from a Megatron checkpoint of any layout; no optimizer. Mutates `module`. Collective.
 
-    Names and shapes are compared with `config` first, and checksums if the checkpoint has our manifest. Raises
-    CheckpointError.
+    Names and shapes are compared with `config` first, and checksums if the checkpoint has our manifest. A sign of life
+    a tensor. Raises CheckpointError.
     """
     with together(world):
         source = TorchDistReader(path)
         directory = source.directory
         source.check(config)
-        if source.manifest() and (damage := files.damage_of(directory, world.rank, world.size)):
-            raise CheckpointError(damage)
-    with cpu_as_cuda(), _no_pickles(directory):
+        if source.manifest():
+            damage = files.damage_of(directory, world.rank, world.size, on_file=world.heartbeat)
+            if damage is not None:
+                raise CheckpointError(damage)
+    with cpu_as_cuda(), _no_pickles(world, directory):
         keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
         wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
         left = (_EXTRA_STATE, *FACTORS)  # adapters come later

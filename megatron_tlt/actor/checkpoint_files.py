@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -149,20 +149,30 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {directory}: {MANIFEST} is damaged: {error}") from error
 
 
-def damage_of(directory: Path, part: int = 0, parts: int = 1, checksums: bool = True) -> str | None:
+def damage_of(
+    directory: Path,
+    part: int = 0,
+    parts: int = 1,
+    checksums: bool = True,
+    on_file: Callable[[], object] = lambda: None,
+) -> str | None:
     """The missing, truncated or altered files among every `parts`-th file of the manifest from number `part` on.
 
-    Without `checksums` no file is read: altered ones pass. Raises CheckpointError if the manifest cannot be read.
+    Without `checksums` no file is read: altered ones pass. `on_file` is called before each file.
+    Raises CheckpointError if the manifest cannot be read.
     """
     records = read_manifest(directory).files
-    damage = _damage(directory, {name: records[name] for name in sorted(records)[part::parts]}, checksums)
+    damage = _damage(directory, {name: records[name] for name in sorted(records)[part::parts]}, checksums, on_file)
     return f"checkpoint {directory} is damaged: {damage}" if damage else None
 
 
-def _damage(directory: Path, records: Mapping[str, FileRecord], checksums: bool) -> str:
+def _damage(
+    directory: Path, records: Mapping[str, FileRecord], checksums: bool, on_file: Callable[[], object] = lambda: None
+) -> str:
     """Words for the files of `records` that are not in a directory as they were recorded; empty where all are."""
     damage = []
     for name, wanted in records.items():
+        on_file()
         file = directory / name
         if not file.is_file():
             damage.append(f"{name} is missing")

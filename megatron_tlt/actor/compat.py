@@ -196,14 +196,16 @@ def keep_one_table(rotary: Any, rows: int) -> None:
 
 
 @contextlib.contextmanager
-def load_numbers_only() -> Iterator[None]:
+def load_numbers_only(on_read: Callable[[], object]) -> Iterator[None]:
     """Inside, `torch.load` opens with `weights_only` whatever the caller passes: UnpicklingError for anything else.
 
-    megatron-core passes False for common.pt and stored objects. Use from one thread. Remove when it passes True.
+    `on_read` is called before each call, which reads a tensor or a small file. megatron-core passes False for common.pt
+    and stored objects. Use from one thread. Remove when it passes True and has signs of life.
     """
     load = torch.load
 
     def numbers_only(*arguments: Any, **options: Any) -> Any:
+        on_read()
         return load(*arguments, **{**options, "weights_only": True})
 
     torch.load = numbers_only

@@ -134,15 +134,20 @@ class MegatronPolicy:
             self._offload.offload()
 
     def _build(self, model: ModelSection, config: ModelConfig, actor: ActorSection) -> PolicyModel:
-        """This rank's shards of a model, with its starting weights. Collective. Raises CheckpointError."""
+        """This rank's shards of a model, with its starting weights. Collective. Raises CheckpointError.
+
+        Phase "load", with a sign of life a tensor: all replicas read all weights, from a file system that may be slow.
+        """
+        self.world.enter("load")
         built = PolicyModel(config, actor, self.groups, model.max_context)
         if model.megatron_path is not None:
             load_model(self.world, built.module, self.groups, model.megatron_path, config)
         else:
-            load_weights(built.module, config, self.groups, weight_reader(model.path, config))
+            read = weight_reader(model.path, config)
+            load_weights(built.module, config, self.groups, read, on_tensor=self.world.heartbeat)
         if actor.lora is not None:
-            read = factor_reader(actor.lora, config, built.adapters, self._seed)
-            load_weights(built.module, config, self.groups, read, built.adapters)
+            factors = factor_reader(actor.lora, config, built.adapters, self._seed)
+            load_weights(built.module, config, self.groups, factors, built.adapters, on_tensor=self.world.heartbeat)
         return built
 
     def communicating(self) -> list[dist.ProcessGroup]:
@@ -387,7 +392,7 @@ class MegatronPolicy:
         if wrong := model_differences({**manifest.model, **manifest.training}, expected):
             raise CheckpointError(f"checkpoint {directory} does not fit this run: {'; '.join(wrong)}")
         with self._offload.on_device(gradients=False):
-            load_policy(self.model.module, self.optimizer, self.groups, directory)
+            load_policy(self.world, self.model.module, self.optimizer, self.groups, directory)
         self.policy_version, self.optimizer_steps = manifest.policy_version, manifest.optimizer_steps
         self.has_stepped = True
         return manifest.extra

@@ -28,19 +28,25 @@ def load_weights(
     groups: ActorGroups,
     read: Callable[[str], Tensor],
     which: Iterable[Slot] | None = None,
+    on_tensor: Callable[[], object] = lambda: None,
 ) -> None:
     """Copies this rank's shards of the full Hugging Face tensors that `read(name)` returns. Mutates `module`.
 
     `which`: of these parameters (`adapter_slots`); default: of the model's. One parameter's tensors are in memory at a
-    time, and no tensor of another stage is read.
+    time, and no tensor of another stage is read. `on_tensor` is called before each one is read.
     """
+
+    def read_next(name: str) -> Tensor:
+        on_tensor()
+        return read(name)
+
     parameters = dict(module.named_parameters())
     for slot in slots(config, groups.dims.pp) if which is None else which:
         if slot.stage != groups.at.pp:
             continue
         parameter = _find(parameters, slot)
         rank = groups.ep.rank() if slot.kind == "experts" else groups.at.tp
-        part = shard(config, slot, [read(name) for name in slot.hf_names], rank, _parts(slot, groups))
+        part = shard(config, slot, [read_next(name) for name in slot.hf_names], rank, _parts(slot, groups))
         if parameter.shape != part.shape:
             raise CheckpointError(
                 f"{slot.hf_names}: shard {tuple(part.shape)} for a parameter {tuple(parameter.shape)}"

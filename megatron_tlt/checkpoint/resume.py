@@ -184,7 +184,7 @@ def _candidates(checkpoints: Path) -> list[Path]:
 def _problem(world: World, directory: Path) -> str | None:
     """Why a checkpoint cannot be used, the same on every rank; None if it can. Ranks share the reading. Collective."""
     try:
-        own = files.damage_of(directory, world.rank, world.size)
+        own = files.damage_of(directory, world.rank, world.size, on_file=world.heartbeat)
     except CheckpointError as error:
         own = str(error)
     except OSError as error:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.dims import Dims
+    from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.distributed.world import World
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def gather_columns(world: World, columns: dict[str, np.ndarray]) -> dict[str, np
     return {name: np.concatenate([part[name] for part in parts]) for name in columns}
 
 
-def gather_large(world: World, value: T | None) -> list[T]:
+def gather_large(world: Ranks, value: T | None) -> list[T]:
     """Values of the ranks that have one (not None), by rank; this rank's own is `value` itself. Collective.
 
     One broadcast a value, so a rank takes the sum of all values. An all-gather pads each one to the largest: where one

@@ -29,7 +29,7 @@ STACK_SIGNAL = signal.SIGQUIT  # writes the main thread's stack; sent by people
 _HISTORY, _MIN_HISTORY = 32, 3  # durations of a phase that its limit is computed from
 _SLOW_FACTOR, _SLOW_MIN_S = 3.0, 30.0  # a phase is slow beyond so many medians, and no shorter one is
 _DEATH_S = 0.5  # for the watchdog to name a rank whose death caused this rank's error
-_KILLED_S = 60.0  # for the watchdogs to end a job that hangs, when all stacks are written
+_KILLED_S = 120.0  # for the watchdogs to end a job that hangs, when all stacks are written: 75 s, and looks
 _log = logging.getLogger(__name__)
 
 

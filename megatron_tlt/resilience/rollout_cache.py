@@ -11,9 +11,11 @@ the drafter trains on fewer responses of a resumed step; the policy is not affec
 
 `generate` and `eval` keep theirs in OUT.unfinished, as step 1, until OUT is written.
 
-Every replica writes its own responses and reads those of all, so the number of ranks may change. Rank 0 removes a
-step's directory when a checkpoint covers it. Each line of a file is the CRC-32 of its JSON and the JSON: first the key,
-then one response a line. A crash tears at most the last line; reading stops at the first line whose checksum is wrong.
+Every replica writes its own responses and may use those of all, so the number of ranks may change. The files of an
+earlier start are parsed once a step, each by one rank, and all get the places of the responses in them. Rank 0 removes
+a step's directory when a checkpoint covers it. Each line of a file is the CRC-32 of its JSON and the JSON: first the
+key, then one response a line. A crash tears at most the last line; reading stops at the first line whose checksum is
+wrong.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import numpy as np
 
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.config.run import ROLLOUT_CACHE_BYTES
 from megatron_tlt.data.prompt_queue import PromptQueue
+from megatron_tlt.distributed.exchange import gather_large
 from megatron_tlt.observe.files import naming
 from megatron_tlt.observe.reduction import RankMetrics, sums
 from megatron_tlt.resilience.response_lines import (
@@ -52,7 +58,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.run import RolloutCacheSection
     from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.types import GenerateCall
+    from megatron_tlt.types import Drawn, GenerateCall
 
 _log = logging.getLogger(__name__)
 Weights = Iterable[tuple[str, "Tensor"]]
@@ -65,8 +71,9 @@ class StoredResponse:
 
     path: Path
     offset: int  # of its line, in bytes
-    crc: int  # of its line
-    is_continued: bool  # earlier steps drew a part of it
+    at: tuple[int, int]  # prompt id, sample index
+    prompt_crc: int
+    start_crc: int | None  # of the part that earlier steps drew (`_start_crc`); None: there is none
 
     def read(self) -> Sample:
         """The response. Raises OSError."""
@@ -81,22 +88,27 @@ class StoredResponse:
 Found = dict[tuple[int, int], StoredResponse]  # by (prompt id, sample index)
 
 
-def find_responses(path: Path, key: Mapping[str, Any], prompt_crcs: Mapping[int, int]) -> Found | None:
-    """Responses to the prompts in `prompt_crcs` (by id), by prompt id and sample index; None for a file of another key.
-    Raises OSError.
+def scan_responses(
+    path: Path, key: Mapping[str, Any], on_line: Callable[[], object] = lambda: None
+) -> list[StoredResponse] | None:
+    """Where the responses of a file are; None for a file of another key. Parses every line, and calls `on_line` before
+    it. Raises OSError.
     """
-    found = {}
+    found = []
     with path.open("rb") as file:
         bodies = whole_bodies(file)
         _, first = next(bodies, (0, b"null"))
         if json.loads(first) != json.loads(json.dumps(key)):
             return None
         for offset, body in bodies:
+            on_line()
             line = json.loads(body)
             sample: dict[str, Any] = line["sample"]
-            if prompt_crcs.get(sample["prompt_id"]) == line["prompt_crc"]:
-                stored = StoredResponse(path, offset, zlib.crc32(body), bool(sample["earlier"]))
-                found[sample["prompt_id"], sample["sample_index"]] = stored
+            begun, start = sum(count for _, count in sample["earlier"]), None
+            if sample["earlier"]:
+                start = _start_crc(sample["earlier"], sample["token_ids"][:begun], sample["logprobs"][:begun])
+            at = sample["prompt_id"], sample["sample_index"]
+            found.append(StoredResponse(path, offset, at, line["prompt_crc"], start))
     return found
 
 
@@ -203,7 +215,7 @@ class RolloutCache:
         if section.enabled and not self._keeps and world.is_main:
             _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
         self._old_steps: set[int] = set()  # steps with responses of earlier starts, seen by any rank
-        self._old_files: list[Path] | None = None  # those of the present step; None: no rank has any
+        self._stored: list[StoredResponse] = []  # of the present step, by earlier starts; the same on every rank
         self._key: dict[str, Any] = {}
         self._reused = 0
 
@@ -235,25 +247,57 @@ class RolloutCache:
             return
         self._key = {**self._identity, "policy_version": policy_version, "weights": self._weights.take()}
         directory = self._directory / f"step-{step:06d}"
-        self._old_files = sorted(directory.glob("replica-*.jsonl")) if step in self._old_steps else None
+        self._stored = self._scan(directory) if step in self._old_steps else []
         if self._writer is not None:
             name = f"replica-{self._replica:05d}-{self._start_id}.jsonl"
             self._writer.begin(directory / name, self._key)
 
-    def find(self, call: GenerateCall) -> Found:
-        """The responses of earlier starts that `call` asks for, by prompt id and sample index, to the prompts of all
-        replicas; `call.prompts` is a `PromptQueue`. Collective while there may be any.
+    def _scan(self, directory: Path) -> list[StoredResponse]:
+        """The responses of earlier starts in a step's directory that have the present key, the same list on every rank:
+        each file is parsed by one of them. Collective.
         """
-        if self._old_files is None:
+        own = set(directory.glob("replica-*.jsonl"))
+        seen = self._world.all_gather_object(own)
+        shared = set.intersection(*seen)
+        if self._world.is_main and (lost := set.union(*seen) - shared):
+            _log.warning("%d files in %s are not seen by every rank: not used", len(lost), directory)
+        rows = []
+        for path in sorted(shared)[self._world.rank :: self._world.size]:
+            try:
+                if (found := scan_responses(path, self._key, self._world.heartbeat)) is None:
+                    _log.warning("%s has responses of other weights or settings: not used", path)
+                rows += found or []
+            except OSError as error:
+                _log.warning("%s cannot be read, its responses are generated again: %s", path, error)
+        self._world.wait_for_all()  # a rank's share of the files may take longer than a collective may
+        parts = gather_large(self._world, rows or None)
+        return sorted(chain.from_iterable(parts), key=lambda stored: (stored.path, stored.offset))
+
+    def find(self, call: GenerateCall) -> Found:
+        """The responses of earlier starts that `call` asks for and lacks, by prompt id and sample index, to the prompts
+        of all replicas; `call.prompts` is a `PromptQueue`. The same on all ranks of an engine.
+        """
+        if not self._stored:
             return {}
         assert isinstance(call.prompts, PromptQueue)
-        return self._same_in_replica(self._find(self._old_files, call.prompts.prompts, call))
+        crcs = _crcs(call.prompts.prompts, call)
+        found = {
+            stored.at: stored
+            for stored in self._stored
+            if crcs.get(stored.at[0]) == stored.prompt_crc
+            and stored.at[1] < call.num_samples
+            and stored.at not in call.have
+            and _continues(stored, call.begun.get(stored.at))
+        }
+        if self._world.is_main and found:
+            _log.info("%d responses of this step were in the rollout cache", len(found))
+        return found
 
     def generate(self, call: GenerateCall, found: Found | None = None) -> list[Sample]:
         """As the backend's `generate`, with cached responses in place of new ones; `call.prompts` is a `PromptQueue`.
 
-        `found`: what `find` has returned for the call; None: it is called here. Collective while there may be responses
-        of an earlier start. Raises OSError where one of these cannot be read any more.
+        `found`: what `find` has returned for the call; None: it is called here. Raises OSError
+        where one of these cannot be read any more.
         """
         if not self._keeps:
             return self._backend.generate(call)
@@ -320,51 +364,19 @@ class RolloutCache:
         found = {path.name.removeprefix("step-"): path for path in sorted(self._directory.glob("step-*"))}
         return {int(name): path for name, path in found.items() if name.isdigit()}
 
-    def _find(self, files: Sequence[Path], prompts: Sequence[Prompt], call: GenerateCall) -> Found:
-        """Responses to these prompts in files with the present key, those that the call lacks."""
-        found: Found = {}
-        crcs = _crcs(prompts, call)
-        for path in files:
-            try:
-                responses = find_responses(path, self._key, crcs)
-                if responses is None:
-                    if self._world.is_main:
-                        _log.warning("%s has responses of other weights or settings: not used", path)
-                    continue
-                found |= {
-                    at: stored
-                    for at, stored in responses.items()
-                    if at[1] < call.num_samples and at not in call.have and _continues(stored, call.begun.get(at))
-                }
-            except OSError as error:
-                _log.warning("%s cannot be read, its responses are generated again: %s", path, error)
-        return found
 
-    def _same_in_replica(self, found: Found) -> Found:
-        """`found` if all ranks of this replica found the same, else nothing: they must pass their engine the same.
-
-        Collective.
-        """
-        digest = zlib.crc32(repr(sorted((at, stored.crc) for at, stored in found.items())).encode())
-        ranks = self._world.all_gather_object((self._replica, digest))
-        if self._world.is_main and found:
-            _log.info("%d responses of this step were in the rollout cache", len(found))
-        if len({other for replica, other in ranks if replica == self._replica}) == 1:
-            return found
-        _log.warning("ranks of replica %d found different cached responses: none is used", self._replica)
-        return {}
+def _start_crc(drawn: Iterable[Drawn], token_ids: Sequence[int], logprobs: Sequence[float]) -> int:
+    """CRC-32 of the part of a response that earlier steps drew: the policies, tokens and log-probs."""
+    crc = zlib.crc32(np.asarray(tuple(drawn), "<i8").tobytes())
+    return zlib.crc32(np.asarray(logprobs, "<f8").tobytes(), zlib.crc32(np.asarray(token_ids, "<i4").tobytes(), crc))
 
 
 def _continues(stored: StoredResponse, begun: Sample | None) -> bool:
     """Whether a cached response begins with the tokens and log-probs that the call continues, of the same policies;
-    without `begun` it must be new. The file's key names the policy that drew the others. Raises OSError.
+    without `begun` it must be new. The file's key names the policy that drew the others.
     """
-    if begun is None or not stored.is_continued:
-        return begun is None and not stored.is_continued
-    sample = stored.read()
-    count = len(begun.token_ids)
-    same = sample.token_ids[:count], sample.logprobs[:count]
-    return sample.earlier == begun.drawn_by and same == (begun.token_ids, begun.logprobs)
+    start = None if begun is None else _start_crc(begun.drawn_by, begun.token_ids, begun.logprobs)
+    return stored.start_crc == start
 
 
 def _crcs(prompts: Sequence[Prompt], call: GenerateCall) -> dict[int, int]:

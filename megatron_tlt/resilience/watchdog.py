@@ -34,6 +34,8 @@ _BOOT = "import sys; sys.path.insert(0, sys.argv[2]); from megatron_tlt.resilien
 _LOOK_S = 5.0  # between two looks: as often as ranks write
 _LAUNCHER_S = 10.0  # for the launcher to end the other ranks by itself
 _STACKS_S = 5.0  # for a rank to write its stacks
+_SEEN_S = 60.0  # until all hosts see a new file: NFS clients go on without it until a directory's attributes expire
+_HOSTS_SHARE = 1 / 30  # of `hang_s`, between two looks at the other hosts' files: all hosts look at all others'
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Watchdog:
         self._end: JobEnd | None = None
         self._kill_at = float("inf")
         self._looked_at = clock()
+        self._since_hosts = 0.0  # seconds since the last look at the other hosts, as counted for silence
         self._poll = select.epoll()
         self._rank_of: dict[int, int] = {}  # by pidfd
         for rank, pid in options.pids.items():
@@ -103,7 +106,14 @@ class Watchdog:
         return [self._status(rank) for rank in silent if silent[rank] >= self._options.hang_s]
 
     def _lost(self, seconds: float) -> list[RankStatus]:
-        """The running ranks of hosts whose watchdogs have written nothing for `hang_s`, as without power."""
+        """The running ranks of hosts whose watchdogs have written nothing for `hang_s`, as without power.
+
+        `seconds` have passed since the last call.
+        """
+        self._since_hosts += seconds
+        if self._since_hosts < _HOSTS_SHARE * self._options.hang_s:
+            return []
+        seconds, self._since_hosts = self._since_hosts, 0.0
         others = set(self._files.status.glob("host-*")) - {self._files.host(min(self._options.pids))}
         silent = {path for path in others if self._silence(path, seconds) >= self._options.hang_s}
         return [status for path in silent for status in self._ranks_of(path)]
@@ -169,7 +179,7 @@ class Watchdog:
             self._write_stacks()
             # The launcher ends all ranks with the first one: other hosts' must have written their stacks by then.
             is_alone = len(self._options.pids) == self._options.size
-            delay = 0.0 if is_alone else 2 * _LOOK_S + _STACKS_S
+            delay = 0.0 if is_alone else _SEEN_S + 2 * _LOOK_S + _STACKS_S
         self._kill_at = self._clock() + delay
 
     def _kill_if_due(self, now: float) -> None:

@@ -11,7 +11,7 @@ members that ended earlier wait for it. A step generates at most `train.prompts_
 those that it continues, and new groups as long as they fit. So an update has more or fewer groups than that, and in the
 long run as many as are begun.
 
-Every rank holds all carried groups: any replica may continue any of them, and rank 0 saves them.
+Every rank holds all carried groups, in arrays: any replica may continue any of them, and rank 0 saves them.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def is_unfinished(sample: Sample) -> bool:
     return sample.finish_reason == "carry"
 
 
+def _packed(group: SampleGroup) -> SampleGroup:
+    return SampleGroup(group.prompt, [sample.packed() for sample in group.samples])
+
+
 class CarriedGroups:
     """Those of one run, the same on every rank. Empty without `rollout.carry_over`."""
 
@@ -48,7 +52,7 @@ class CarriedGroups:
         self._world, self._stream, self._rollout = world, stream, rollout
         self._num_samples, self._carries = rollout.samples_per_prompt, rollout.carry_over is not None
         self.groups: list[SampleGroup] = []
-        """By prompt id, without rewards; never changed in place, for a checkpoint may be writing them."""
+        """By prompt id, without rewards, responses `packed`; never changed in place: a save may be under way."""
         self._positions: dict[int, dict[str, Any]] = {}  # of the stream, before the batch that had the prompt
         self._num_new = 0
 
@@ -64,7 +68,7 @@ class CarriedGroups:
         return prompts
 
     def responses(self) -> tuple[Responses, Responses]:
-        """The carried responses: the unfinished ones, and those that wait for others of their group."""
+        """The carried responses, `packed`: the unfinished ones, and those that wait for others of their group."""
         begun: Responses = {}
         waiting: Responses = {}
         for group in self.groups:
@@ -76,7 +80,7 @@ class CarriedGroups:
         """Those of this rank's `groups` whose members have all ended; carries those of all ranks that have one that has
         not. Collective with `rollout.carry_over`.
         """
-        mine = [group for group in groups if any(map(is_unfinished, group.samples))]
+        mine = [_packed(group) for group in groups if any(map(is_unfinished, group.samples))]
         everywhere = gather_large(self._world, mine or None) if self._carries else [mine]
         self.groups = sorted((g for part in everywhere for g in part), key=lambda g: g.prompt.prompt_id)
         self._positions = {g.prompt.prompt_id: self._positions[g.prompt.prompt_id] for g in self.groups}
@@ -130,7 +134,7 @@ class CarriedGroups:
         crcs = {prompt.prompt_id: prompt_crc(prompt) for prompt in prompts}
         if any(crcs.get(sample.prompt_id) != crc for sample, crc in responses):
             raise CheckpointError("the responses that the checkpoint carries over belong to other prompts")
-        self.groups = group_samples(prompts, [sample for sample, _ in responses])
+        self.groups = group_samples(prompts, [sample.packed() for sample, _ in responses])
         sizes = {len(group.samples) for group in self.groups}
         if sizes - {self._num_samples}:
             raise CheckpointError(

@@ -181,7 +181,7 @@ class GroupSampler:
         if not self.queues.is_first:
             return [], is_cut_short
         fetched = {prompt.prompt_id for prompt in queue.fetched}
-        samples = [*samples, *(sample for sample in waiting.values() if sample.prompt_id in fetched)]
+        samples = [*samples, *(sample.unpacked() for sample in waiting.values() if sample.prompt_id in fetched)]
         return group_samples(queue.fetched, samples), is_cut_short
 
     def _train_drafter(self, seconds: float) -> bool:

@@ -180,3 +180,12 @@ def test_a_file_or_the_metadata_that_one_rank_cannot_write_ends_the_save_on_all(
 def test_ranks_wait_for_a_slow_writer_longer_than_a_collective_may_take(two_ranks: list[dict[str, Any]]) -> None:
     (slow,) = [r for r in two_ranks if r["case"] == "slow"]
     assert slow["recorded"]
+
+
+def test_a_start_and_a_resume_show_signs_of_life_in_phase_load(one_rank: list[dict[str, Any]]) -> None:
+    """Every replica reads all weights: on a slow file system that takes longer than `watchdog.hang_s`."""
+    (found,) = [r for r in one_rank if r["case"] == "frozen"]
+    assert found["phases"][1:] == ["load", "load"], "one a model"
+    of_weights, of_checkpoint = found["signs"]
+    assert of_weights == 1.0, "one a tensor"
+    assert of_checkpoint >= 2 * 2, "of two layers' two trained parameters"

@@ -34,6 +34,7 @@ from megatron_tlt.config.root import Config, TrainingConfig
 _INTERPRETER_BYTES = GIB // 2  # on CPU, with torch and megatron imported
 # Of a GPU, memory that the caching allocator cannot use: rests of segments. A guess, to be measured on a GPU.
 _FRAGMENT_SHARE = 0.02
+_CARRIED_TOKEN_BYTES = 8  # id and log-prob; every rank holds all carried responses
 
 Phase = Literal["rollout", "idle window", "update", "merge", "weight_sync"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle window", "update", "merge", "weight_sync")
@@ -148,6 +149,10 @@ def _stage(config: TrainingConfig, shape: ArchitectureConfig, dims: Dims, stage:
         each = _draft_bytes(rl, 2 * rl.train.prompts_per_step * rl.rollout.samples_per_prompt, rl.rollout.max_tokens)
         host["pre-rollouts"] = 2 * each + each  # of two windows; what an exchange brings comes on top
         only |= {part: (*only[part], "idle window") for part in (KV, "rollout step") if part in only}
+    if rl.rollout.carry_over is not None:
+        # As many as a step generates, at full length. More may be carried, but those that wait are shorter.
+        responses = rl.train.prompts_per_step * rl.rollout.samples_per_prompt
+        host["carried responses"] = _CARRIED_TOKEN_BYTES * responses * rl.rollout.max_tokens
     if why_no_eval_drafts(rl) is None:
         tokens = rl.eval.max_tokens or rl.rollout.max_tokens
         each = _draft_bytes(rl, rl.eval.num_prompts * rl.eval.samples_per_prompt, tokens)

@@ -213,21 +213,27 @@ def frozen(world: World, root: Path, checkpoints: Path, layout: dict[str, Any]) 
 
     load_weights = module.load_weights
 
-    def load_and_freeze(stage: Any, *rest: Any) -> None:
-        load_weights(stage, *rest)
+    def load_and_freeze(stage: Any, *rest: Any, **options: Any) -> None:
+        load_weights(stage, *rest, **options)
         for name, parameter in stage.named_parameters():
             parameter.requires_grad_("self_attention" in name)
 
+    monitor = mock.Mock()
+    world.set_monitor(lambda: monitor)
     with mock.patch.object(module, "load_weights", load_and_freeze):
         policy, other = (build(world, root, dict(layout)) for _ in range(2))
     before = copy_of(policy.named_weights())
+    phases, built = [call.args[0] for call in monitor.enter.mock_calls], monitor.report.call_count
     update(policy, 1)
     policy.start_save(checkpoints / "step-000001", {}).wait()
+    others = monitor.report.call_count
     other.load(checkpoints / "step-000001")
     after = copy_of(policy.named_weights())
     say(
         world,
         case="frozen",
+        phases=phases,
+        signs=[built / 2 / len(before), monitor.report.call_count - others],
         moved=sorted({name.split(".")[-2] for name, tensor in after.items() if not torch.equal(tensor, before[name])}),
         kept=sorted({key.split(".")[-2] for key in TorchDistReader(checkpoints / "step-000001").weight_keys()}),
         same=all(torch.equal(tensor, after[name]) for name, tensor in other.named_weights()),

@@ -37,7 +37,9 @@ def test_publish_moves_latest_and_records_every_file(tmp_path: Path) -> None:
     found = files.read_manifest(directory)
     assert set(found.files) == {"shard"}
     assert found.extra == {"data": 7}
-    assert files.damage_of(directory) is None
+    signs: list[str] = []
+    assert files.damage_of(directory, on_file=lambda: signs.append("alive")) is None
+    assert signs == ["alive"], "one a file"
     assert not files.scratch_of(directory).exists()
 
 

@@ -76,7 +76,7 @@ def test_a_phase_has_a_limit_from_its_third_time_on_that_no_outlier_moves(tmp_pa
     ("outcome", "known", "reason", "ranks", "slept"),
     [
         ("failed", None, "failed", [0], [0.5]),
-        ("timeout", None, "hung", [1], [0.5, 60.0]),
+        ("timeout", None, "hung", [1], [0.5, 120.0]),
         ("failed", JobEnd("a", "killed", "rank 1 was killed", [1]), "killed", [1], [0.5]),
         ("timeout", JobEnd("a", "killed", "rank 1 was killed", [1]), "killed", [1], [0.5]),
     ],

@@ -6,7 +6,6 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,18 @@ import pytest
 
 from megatron_tlt.config.run import RolloutCacheSection
 from megatron_tlt.data.prompt_queue import PromptQueue
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.observe.reduction import values_of
 from megatron_tlt.resilience import rollout_cache
-from megatron_tlt.resilience.response_lines import decode_sample
+from megatron_tlt.resilience.response_lines import decode_sample, whole_bodies
 from megatron_tlt.resilience.rollout_cache import (
     ResponseWriter,
     RolloutCache,
     encode_line,
     encode_response,
-    find_responses,
     prompt_crc,
+    scan_responses,
 )
 from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams
 from tests.helpers.tiny_models import row_key
@@ -61,8 +61,9 @@ CONTENT = encode_line(KEY) + b"".join(encode_response(s, CRCS[s.prompt_id]) for 
 
 def read(path: Path, data: bytes, crcs: dict[int, int] = CRCS) -> dict[tuple[int, int], Sample] | None:
     path.write_bytes(data)
-    found = find_responses(path, KEY, crcs)
-    return None if found is None else {at: stored.read() for at, stored in found.items()}
+    if (found := scan_responses(path, KEY)) is None:
+        return None
+    return {stored.at: stored.read() for stored in found if stored.prompt_crc == crcs.get(stored.at[0])}
 
 
 def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: Path) -> None:
@@ -75,8 +76,8 @@ def test_responses_of_the_same_key_and_prompts_come_back_bit_for_bit(tmp_path: P
     assert prompt_crc(PROMPTS[0]) == 1383785797, "carried responses of checkpoints have it"
     other = {**CRCS, 0: prompt_crc(Prompt(0, "q0", (9, 9), "?"))}
     assert set(read(path, CONTENT, other) or {}) == {(2, 1), (3, 0)}
-    assert find_responses(path, {**KEY, "weights": "abd"}, CRCS) is None
-    assert find_responses(path, {**KEY, "more": 1}, CRCS) is None
+    assert scan_responses(path, {**KEY, "weights": "abd"}) is None
+    assert scan_responses(path, {**KEY, "more": 1}) is None
 
 
 def test_a_torn_or_altered_file_gives_the_responses_before_the_damage(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_failed_environment_is_tried_again(tmp_path: Path) -> None:
 # -- the cache ----------------------------------------------------------------------------------------------
 
 
-WORLD = SimpleNamespace(rank=0, is_main=True, barrier=lambda: None, all_gather_object=lambda value: [value])
+WORLD = SingleProcess()
 
 
 class Weights:
@@ -165,8 +166,8 @@ class Engine:
         return made
 
 
-def make(run_dir: Path, engine: Engine, seed: int = 3, fresh: bool = False) -> RolloutCache:
-    parts: Any = (run_dir / "rollout_cache", WORLD, engine, Weights())
+def make(run_dir: Path, engine: Engine, seed: int = 3, fresh: bool = False, world: Any = WORLD) -> RolloutCache:
+    parts: Any = (run_dir / "rollout_cache", world, engine, Weights())
     return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=1, fresh=fresh)
 
 
@@ -241,6 +242,52 @@ def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it_undeco
     assert len(engine.asked) == 7
     assert cache.end_step()["rollout_cache/reused"].value == 1.0
     assert {sample.prompt_id for sample in decoded} == {1}
+
+
+class OneOfTwo(SingleProcess):
+    """Rank `rank` of two; what comes from the other one is as its own, its responses are none."""
+
+    size = 2
+
+    def __init__(self, rank: int):
+        self.rank, self.is_main = rank, rank == 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value if source == self.rank else []
+
+
+def test_the_files_of_earlier_starts_are_parsed_once_a_step_each_by_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of long responses are gigabytes, and dynamic sampling generates several times a step."""
+    killed(tmp_path, 5)
+    killed(tmp_path, 2)
+    files = sorted(str(path) for path in tmp_path.rglob("replica-*.jsonl"))
+    parsed: list[str] = []
+
+    def bodies(file: Any) -> Iterator[tuple[int, bytes]]:
+        parsed.append(file.name)
+        return whole_bodies(file)
+
+    monkeypatch.setattr(rollout_cache, "whole_bodies", bodies)
+    found, by_rank = [], []
+    for world in (WORLD, OneOfTwo(0), OneOfTwo(1)):
+        parsed.clear()
+        cache = make(tmp_path, Engine(), world=world)
+        cache.start(0)
+        list(cache.fingerprint([("w", 1.0)]))  # type: ignore[list-item]
+        cache.begin_step(1, 0)
+        for prompts in (PROMPTS[:1], PROMPTS):  # two rounds of one step
+            call = GenerateCall(PromptQueue(prompts, 0, 1, len(prompts), lambda: 0), PARAMS, SAMPLES)
+            found.append(set(cache.find(call)))
+        by_rank.append(sorted(parsed))
+        cache.close()
+    assert by_rank == [files, files[:1], files[1:]]
+    assert len(found[0]) == 4 and len(found[1]) == 7
+    assert found[3] | found[5] == found[1] and not found[3] & found[5]
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,47 @@ def test_the_end_of_the_job_on_another_host_ends_this_hosts_ranks(tmp_path):
     assert StatusFiles(tmp_path).read_end("a") == end
 
 
+def watchdogs_of(run_dir, monkeypatch, hang_s=1800.0):
+    """Two watchdogs of one rank each, as on two hosts, with a clock to set; signals go to no process."""
+    monkeypatch.setattr(module, "_LOOK_S", 5.0)
+    StatusFiles(run_dir).clear()
+    now, killed = [0.0], []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((now[0], number)))
+    options = [WatchdogOptions(str(run_dir), "a", 2, {rank: os.getpid()}, hang_s) for rank in range(2)]
+    return now, killed, [Watchdog(of_host, lambda: now[0]) for of_host in options]
+
+
+def test_the_stacks_of_a_host_that_sees_new_files_late_are_written_before_the_first_kill(tmp_path, monkeypatch):
+    """A host that has asked for a file on NFS knows for 60 s that there is none."""
+    now, killed, (first, late) = watchdogs_of(tmp_path, monkeypatch)
+    written = {}
+    for name, watchdog in (("first", first), ("late", late)):
+        monkeypatch.setattr(watchdog, "_write_stacks", lambda name=name: written.setdefault(name, now[0]))
+    read_end = late._files.read_end
+    monkeypatch.setattr(late._files, "read_end", lambda start: read_end(start) if now[0] >= 60 else None)
+    first._claim("hung", "it hangs", [1])
+    while not killed:
+        now[0] += 5
+        late._look()
+        first._look()
+    assert written == {"first": 0.0, "late": 60.0}
+    assert killed[0] == (75.0, signal.SIGKILL)
+
+
+def test_other_hosts_files_are_looked_at_seldom(tmp_path, monkeypatch):
+    """Every host looks at the files of all others: with each heartbeat these would be hundreds of requests a second."""
+    now, _, (watchdog, other) = watchdogs_of(tmp_path, monkeypatch)
+    other._look()
+    looked, silence = [], watchdog._silence
+    monkeypatch.setattr(watchdog, "_silence", lambda path, seconds: looked.append(path) or silence(path, seconds))
+    for _ in range(24):
+        now[0] += 5
+        watchdog._look()
+    assert looked.count(StatusFiles(tmp_path).rank(0)) == 24
+    assert looked.count(StatusFiles(tmp_path).host(1)) == 2
+    assert silence(StatusFiles(tmp_path).host(1), 0.0) == 60.0, "no second is lost from the first look on"
+
+
 @pytest.mark.parametrize(
     ("outcome", "writes_on", "is_lost"),
     [("running", False, True), ("running", True, False), ("done", False, False)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def group(
 ) -> SampleGroup:
     length = sum(count for _, count in earlier) + 2
     samples = [
-        Sample(prompt.prompt_id, i, [5] * length, [-0.1] * length, f"a {end}", end, version, earlier=earlier)
+        Sample(prompt.prompt_id, i, [5] * length, [-0.125] * length, f"a {end}", end, version, earlier=earlier)
         for i, end in enumerate(ends)
     ]
     return SampleGroup(prompt, samples)
@@ -75,7 +76,10 @@ def test_a_step_has_as_many_new_groups_as_fit_and_trains_the_complete_ones() -> 
     ranks.other = [group(prompts[1], "carry", "carry", "carry")]
     mine = [group(prompts[3], "stop", "length", "carry"), group(prompts[2], "stop", "stop", "length")]
     assert carried.take(mine) == [mine[1]]
-    assert carried.groups == [ranks.other[0], mine[0]], "of all ranks, by prompt"
+    assert [g.prompt for g in carried.groups] == [prompts[1], prompts[3]], "of all ranks, by prompt"
+    assert [s.unpacked() for s in carried.groups[1].samples] == mine[0].samples
+    for sample in carried.groups[1].samples:  # every rank holds all: lists would be gigabytes
+        assert (sample.token_ids, sample.logprobs) == (array("i", [5, 5]), array("f", [-0.125, -0.125]))
     begun, waiting = carried.responses()
     assert set(begun) == {(1, 0), (1, 1), (1, 2), (3, 2)} and set(waiting) == {(3, 0), (3, 1)}
     assert [p.prompt_id for p in carried.next_prompts(4)] == [4, 5], "12 responses, of which 4 are carried"

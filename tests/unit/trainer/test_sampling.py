@@ -221,4 +221,6 @@ def test_groups_are_scored_when_their_last_member_has_ended() -> None:
     trained = [[(g.prompt.prompt_id, [len(s.token_ids) for s in g.samples]) for g in groups] for groups, *_ in steps]
     assert trained == [[], [(i, [2, 3]) for i in (0, 1, 2)], [(i, [2, 3]) for i in (4, 3)]], "three groups of two"
     assert all(len(g.rewards) == 2 for groups, *_ in steps for g in groups)
+    responses = [s for groups, *_ in steps for g in groups for s in g.samples]
+    assert all(type(s.token_ids) is type(s.logprobs) is list for s in responses), "also those that were carried"
     assert [m["carry_over/unfinished"].value for *_, m in steps] == [2, 0, 0]

@@ -410,3 +410,16 @@ def test_invariant_numerics_plan_the_sums_of_their_splits():
         shape = shape_of(name)
         rows = [engine.row_bytes(config_of(*cuda, *more), shape) for more in ([], ["rollout.numerics=invariant"])]
         assert rows[1] - rows[0] == 4 * values
+
+
+def test_carried_responses_have_a_row_of_the_host_with_carry_over_only():
+    """Every rank holds those of all ranks, as ids and log-probs."""
+    shape, sizes = shape_of("qwen2.5-7b"), ("train.prompts_per_step=512", "rollout.samples_per_prompt=16")
+    parts = [
+        estimate_memory(config_of(*sizes, "rollout.max_tokens=32768", f"rollout.carry_over={most}"), shape, 8, "cuda")
+        for most in ("null", "8192")
+    ]
+    (off,), (on,) = parts
+    assert on.host.keys() - off.host.keys() == {"carried responses"}
+    assert on.host["carried responses"] == 2 * GIB
+    assert on.parts == off.parts
