@@ -113,7 +113,7 @@ class Chain:
 
     def options(self, policy: Path, *more: str) -> list[str]:
         """Overrides of `real.yaml` for a policy."""
-        dtypes = [f"{section}.dtype={self.args.dtype}" for section in ("actor", "rollout")]
+        dtypes = [f"{section}.dtype={self.args.dtype}" for section in ("actor", "rollout", "drafter")]
         return [f"model.path={policy}", f"{SPEC}.drafter={self.kind}", *dtypes, *more, *self.args.options]
 
     def config(self) -> Config:

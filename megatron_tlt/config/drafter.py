@@ -40,10 +40,10 @@ class OnlineSection(Section):
     """Training of the drafter during RL, by ranks that wait for slower ones. Loss, max_sequence_tokens and type of
     the arithmetic are those of `drafter`."""
 
-    lr: PositiveFloat = 3e-4
+    lr: PositiveFloat = 1e-3
     """Learning rate after warm-up of an already trained drafter with a hidden size of at most 128; wider ones divide
-    it by hidden size / 128 (Yang et al., arXiv 2203.03466, for Adam). Use 3e-4 or less; 1e-3 made good drafters worse.
-    It stays constant after ten steps of warm-up, because the policy keeps changing."""
+    it by hidden size / 128 (Yang et al., arXiv 2203.03466, for Adam). It stays constant after ten steps of warm-up,
+    because the policy keeps changing. Engines draft with a running mean of some 100 micro-steps."""
     start_lr: PositiveFloat = 1e-2
     """Learning rate of an untrained drafter (no rollout.speculation.drafter_path), by hidden size as lr. The rate of a
     micro-step is lr + (start_lr - lr) (1 - a). a is the overlap of drafter and policy (1 - TV, 0 to 1) at the first
@@ -103,7 +103,8 @@ class DrafterSection(Section):
     max_sequence_tokens: int = Field(default=2048, ge=16)
     """Longer responses are cut into parts of so many tokens for training."""
     lr: PositiveFloat = 1e-3
-    """Peak learning rate, after 20 steps of warm-up; a cosine then ends at 0 after num_steps."""
+    """Peak learning rate, after 20 steps of warm-up; a cosine then ends at 0 after num_steps. Of a policy with a hidden
+    size above 576, lr * 576 / hidden size."""
     hidden_weight: NonNegativeFloat = 10.0
     """Weight of the distance to the policy's hidden states in the loss (SmoothL1; kind eagle), beside 0.1 of the cross
     entropy with the policy's distribution and 0.9 of the total variation."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.config.planning.drafter import HEAD_BLOCK
+from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.drafters.model import DraftBatch
 
 
@@ -85,6 +86,8 @@ class PolicyRows:
         states, known = batch.hidden[:, -head.shape[1] :].index_select(0, rows.policy), None
         if ids is not None:
             head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
+        if head.device.type == "cpu" and not has_bf16_products():
+            head = head.float()  # products of bf16 in software take several times as long
         return cls(states, head, known, rows, weights[rows.step], given.weights, given.temperature)
 
     def sort(self, drafted: Sequence[Tensor]) -> Tensor:

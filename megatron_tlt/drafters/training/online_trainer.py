@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _WIDTH = 128  # hidden size up to which learning rates are taken as they are
 _WARMUP = 10  # optimizer steps of linear warm-up, once in a run
-_MEAN_DECAY = 0.97  # of the mean of the weights that engines draft with, a micro-step
-_MEAN_START = 9  # the mean's decay is 0.1 after the first step of a run, 0.9 after 81: it forgets its start
+_MEAN_DECAY = 0.99  # of the mean of the weights that engines draft with, a micro-step: gradients are mostly noise
+_MEAN_START = 9  # of an untrained drafter it is 0.1 after the first step, 0.9 after 81: the mean forgets its start
 
 # Policy versions by which hidden states may be older than the policy that rolls out, whose embedding and LM head read
 # them all: at RL's learning rates eight updates hardly move these.
@@ -110,6 +110,7 @@ class OnlineDrafterTrainer(RunDrafter):
         # Of a useless drafter, over lr.
         self._extra_lr = max(0.0, online.start_lr / online.lr - 1.0) if fresh else 0.0
         self._decay, self._merge_share = _MEAN_DECAY, online.merge_share
+        self._mean_start = _MEAN_START if fresh else 0
         window = min(section.max_sequence_tokens, sizes.micro_step_tokens)
         self.buffer = HiddenStateBuffer(int(sizes.buffer_mib * _MIB), window, _MAX_AGE, seed)
         self._read_tables: Tables | None = None  # None: no rollout has begun
@@ -224,7 +225,7 @@ class OnlineDrafterTrainer(RunDrafter):
         alone = self._tp.size == 1  # else the others are in the step's collectives, and no roll-back ends their wait
         with _memory_errors("the drafter's optimizer step") if alone else nullcontext():
             metrics |= self._trainer.apply(1.0 + self._extra_lr * (1.0 - metrics["accept/1"]))
-            self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + _MEAN_START)))
+            self._state.update_mean(min(self._decay, self.trained_steps / (self.trained_steps + self._mean_start)))
         return metrics
 
     def _gradient(self, sample: list[DraftSequence]) -> dict[str, float]:

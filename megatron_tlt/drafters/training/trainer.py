@@ -20,6 +20,7 @@ from megatron_tlt.models.decoders.base import DTYPES
 
 _CLIP = 1.0  # gradient norm to clip to
 _WARMUP = 20  # optimizer steps of linear warm-up
+_WIDTH = 576  # hidden size up to which the learning rate is taken as it is
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
 
 
@@ -68,7 +69,10 @@ class DrafterTrainer:
         self._temperature = temperature or 1.0
         self.set_policy(embed, head)
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
-        self.rate = LearningRate(section.lr, _WARMUP, section.num_steps) if rate is None else rate
+        if rate is None:
+            by_width = min(1.0, _WIDTH / model.config.policy.hidden_size)
+            rate = LearningRate(by_width * section.lr, _WARMUP, section.num_steps)
+        self.rate = rate
 
     @property
     def trained_steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import smooth_l1_loss
@@ -76,3 +77,14 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(
     for key, p in model.named_parameters():
         torch.testing.assert_close(gradients[key], p.grad, rtol=1e-3, atol=1e-5)
     assert (unknown > 0) == config.reduced
+
+
+@pytest.mark.parametrize(("has_products", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_processor_without_products_of_bf16_multiplies_the_head_in_fp32(monkeypatch, has_products, dtype) -> None:
+    """An engine in bf16 hands out tables of bf16, also where that takes several times as long."""
+    monkeypatch.setattr(module, "has_bf16_products", lambda: has_products)
+    config = CONFIGS["reduced"]
+    embed, head = (table.bfloat16() for table in lookup_tables(config.policy))
+    given = LossInputs(collate([random_sequence(config, 12, 5)]), embed, head, 1, LossWeights(), 1.0)
+    rows = module.PolicyRows.of(given, torch.arange(60), [np.arange(5, 11)], torch.ones(1))
+    assert rows.head.dtype == dtype

@@ -184,6 +184,15 @@ def test_what_is_drafted_with_is_the_running_mean(decay: float) -> None:
         assert torch.equal(t.state_dict()["model"][name], t.weights()[name])
 
 
+def test_the_running_mean_of_a_loaded_drafter_begins_at_its_weights() -> None:
+    t = online_trainer(fresh=False)
+    start = {name: p.detach().clone() for name, p in t.model.named_parameters()}
+    t.train_step()
+    t.merge_replicas()
+    for name, p in t.model.named_parameters():
+        assert (t.weights()[name] - start[name]).norm() < 0.05 * (p - start[name]).norm()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_resumed_trainer_goes_on_bit_for_bit(dtype: str) -> None:
     one, two = online_trainer(dtype=dtype), online_trainer(lengths=(), dtype=dtype)

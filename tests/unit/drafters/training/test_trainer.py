@@ -32,6 +32,12 @@ def test_bf16_arithmetic_keeps_fp32_weights() -> None:
     assert all(p.dtype == torch.float32 for p in t.model.parameters())
 
 
+def test_a_wide_drafter_learns_at_a_lower_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trainer().rate.peak == 3e-3
+    monkeypatch.setattr("megatron_tlt.drafters.training.trainer._WIDTH", CONFIG.hidden_size / 4)
+    assert trainer().rate.peak == pytest.approx(3e-3 / 4)
+
+
 def test_learning_rates() -> None:
     rate = LearningRate(1.0, 4, 104)
     assert [rate.at(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
