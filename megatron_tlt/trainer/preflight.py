@@ -394,7 +394,7 @@ def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequ
 
 def _machine_problems(config: TrainingConfig, device: Device | None) -> list[ConfigProblem]:
     """Parts of a run that are compiled on this machine, which lacks what that needs."""
-    from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
+    from megatron_tlt.models.decoders.native.build import missing_for_native, missing_for_triton
 
     problems, rl = [], config.rl
     # Megatron's fused functions, and the embedded engine's kernels.
@@ -402,11 +402,12 @@ def _machine_problems(config: TrainingConfig, device: Device | None) -> list[Con
     if has_triton and (missing := missing_for_triton()) is not None:
         allowed = f"on CUDA every node needs a C compiler and Python's headers, for Triton: {missing}"
         problems.append(ConfigProblem("distributed.device", config.distributed.device, allowed))
-    if rl is None or rl.rollout.backend != "embedded" or find_compiler() is not None:
+    if rl is None or rl.rollout.backend != "embedded" or (missing := missing_for_native()) is None:
         return problems
-    needed = "needs a C compiler: no cc, gcc or clang on PATH"
     if rl.rollout.speculation.drafter == "suffix":
+        needed = missing.partition(";")[0]
         problems.append(ConfigProblem("rollout.speculation.drafter", "suffix", needed))
-    if rl.rollout.kernels == "native":
-        problems.append(ConfigProblem("rollout.kernels", "native", needed))
+    kernels = rl.rollout.kernels
+    if kernels == "native" or (kernels == "auto" and resolve_device(config, device) == "cpu"):
+        problems.append(ConfigProblem("rollout.kernels", kernels, missing))
     return problems
