@@ -143,6 +143,7 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     problems += _problems(config, world.size, device)
     hosts = world.all_gather_object(socket.gethostname())
     problems += check_hosts(config, hosts)
+    problems += _hash_problems(config)
     # One rank looks into many files, which a run that goes on may be removing.
     problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems or (problems := _problems_of_copies(config, world, hosts)):
@@ -151,6 +152,16 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     if world.is_main:
         for text in [*input_warnings(config, device), *([] if mixed is None else [mixed])]:
             _log.warning(text)
+
+
+def _hash_problems(config: TrainingConfig) -> list[ConfigProblem]:
+    """Procedural tasks of which each rank would draw other items."""
+    sources = [] if config.rl is None else [pair for pair in config.rl.data.sources if pair[1].tasks]
+    if not sources:
+        return []
+    from megatron_tlt.data.tasks import hash_problems  # here, for reasoning-gym takes seconds
+
+    return [problem for name, source in sources for problem in hash_problems(source.tasks, f"{name}.tasks")]
 
 
 def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[str]) -> list[ConfigProblem]:

@@ -387,6 +387,17 @@ def test_a_machine_without_a_compiler_is_named_before_cpu_ranks_get_another_deco
     assert not [p for p in input_problems(make(), "cuda") if p.path == "rollout.kernels"]
 
 
+def test_a_task_of_which_each_rank_would_draw_other_items_is_refused(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=1, is_main=False, all_gather_object=lambda mine: [mine],
+        broadcast_object=lambda value: value,
+    )  # fmt: skip
+    task = {"kind": "tasks", "tasks": [{"name": "ransom_note"}]}
+    with pytest.raises(ConfigError, match=r"data\.train\.tasks\.0\.name = 'ransom_note': .*PYTHONHASHSEED=0"):
+        check_on(make(data={"train": task}), world)
+
+
 def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
     config = make(checkpoint={"resume": str(tmp_path / "step-000003")})
     assert [p.path for p in missing_files(config)] == ["model.path", "checkpoint.resume"]
