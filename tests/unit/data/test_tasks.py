@@ -16,6 +16,7 @@ from megatron_tlt.errors import ConfigError
 
 SUM = TaskConfig(name="chain_sum", weight=3.0, params={"max_terms": 3})
 GCD = TaskConfig(name="gcd")
+GLOBAL = [*(("list_functions", i) for i in range(40)), ("codeio", 18)]  # the latter of numpy
 
 
 def test_an_item_is_a_function_of_seed_and_index() -> None:
@@ -28,10 +29,14 @@ def test_an_item_is_a_function_of_seed_and_index() -> None:
 
 def test_a_task_that_draws_from_global_generators_is_a_function_of_seed_and_index_too() -> None:
     """Of Python and numpy: `codeio` runs programs that do; other users of the two find them as they were."""
-    state, of_numpy = random.getstate(), np.random.get_state()[1].tolist()
-    drawn = [TaskSource([TaskConfig(name="list_functions")], 7).row(i) for i in (0, 1, 0)]
-    assert drawn[0] == drawn[2] == TaskSource([TaskConfig(name="list_functions")], 7).row(0) != drawn[1]
-    assert random.getstate() == state and np.random.get_state()[1].tolist() == of_numpy
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        state, of_numpy = random.getstate(), np.random.get_state()[1].tolist()
+        drawn.append([TaskSource([TaskConfig(name=name)], 5).row(i) for name, i in GLOBAL])
+        assert random.getstate() == state and np.random.get_state()[1].tolist() == of_numpy
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(("seed", "refused"), [(None, ["word_ladder"]), ("random", ["word_ladder"]), ("0", [])])
