@@ -382,9 +382,8 @@ def test_a_machine_without_a_compiler_is_named_before_cpu_ranks_get_another_deco
         config = make(rollout={"kernels": kernels}, distributed={"device": "cpu"})
         (problem,) = [p for p in input_problems(config, device) if p.path == "rollout.kernels"]
         assert problem.value == kernels and "on every node: no cc, gcc or clang on PATH; 'torch'" in problem.allowed
-    for config in (make(rollout={"kernels": "torch"}), make(rollout={"backend": "vllm"})):
-        assert not [p for p in input_problems(config, "cpu") if p.path == "rollout.kernels"]
-    assert not [p for p in input_problems(make(), "cuda") if p.path == "rollout.kernels"]
+    for config, device in ((make(rollout={"kernels": "torch"}), "cpu"), (make(), "cuda")):
+        assert not [p for p in input_problems(config, device) if p.path == "rollout.kernels"]
 
 
 def test_a_task_of_which_each_rank_would_draw_other_items_is_refused(monkeypatch):
