@@ -48,6 +48,8 @@ done
 # Without a limit every rank's thread pool would take all cores.
 export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREADS="$threads"
 export TOKENIZERS_PARALLELISM=false
+# Ranks, and later starts, hash texts alike: some procedural tasks draw their items from a set.
+export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
 # All ranks are on this machine, so nothing must be reachable from outside.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"
 # Also within an allocation of Slurm, where mpiexec would start them through srun.

@@ -34,6 +34,8 @@ set_environment() {
         die "$python is not there: run 'make setup' in $root, or set PYTHON or CONTAINER"
     fi
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+    # Ranks, and later starts, hash texts alike: some procedural tasks draw their items from a set.
+    export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
     # A pool of all cores in each rank would fight for them.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 }

@@ -111,7 +111,7 @@ def check_compiler(has_gpu: bool) -> Finding:
         return Finding(
             "C compiler", "FAILED", missing, "apt-get install gcc python3-dev, on every node: Triton needs both"
         )
-    hint = "apt-get install gcc, or rollout.kernels=torch (slow on a CPU)"
+    hint = "apt-get install gcc, on every node; without: rollout.kernels=torch (slow; TLT may change bits)"
     return Finding("C compiler", "ok" if compiler else "warning", compiler or "no cc, gcc or clang", hint)
 
 

@@ -33,8 +33,8 @@ class EnvSection(Section):
     """With a chat template that renders earlier turns otherwise than they were generated (without their thoughts, for
     example): refuse to start, or keep the turns as they were generated, which a server of the model would not do."""
     timeout_s: PositiveFloat = 30.0
-    """A step or a reset that takes longer costs that trajectory a recorded failure: it is not trained on. The only
-    clock."""
+    """A step or a reset that takes longer costs that trajectory a recorded failure: it is not trained on. Wall-clock
+    time: other processes on the same CPUs count."""
     workers: PositiveInt = 1
     """Worker processes per rank; each runs one step at a time and holds many trajectories' environments. The first rank
     of an engine of several (`rollout.tp`) has those and the CPUs of all."""

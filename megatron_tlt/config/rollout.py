@@ -27,8 +27,8 @@ class RolloutSection(Section):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Weights and KV cache of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU when a C compiler is
-    there; on CUDA PyTorch with Triton's kernels."""
+    """Who computes: the native C decoder (CPU) or plain PyTorch. auto: native on CPU, which needs a C
+    compiler on every node; on CUDA PyTorch with Triton's kernels."""
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt (the group size n)."""
     temperature: NonNegativeFloat = 1.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 from math_verify import ExprExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
 
 from megatron_tlt.config.data import RewardConfig
 from megatron_tlt.rewards.base import Scorer, compile_pattern, extract_answer, references_of
@@ -23,9 +26,11 @@ from megatron_tlt.rewards.spelling import (
 )
 from megatron_tlt.types import Prompt, Sample
 
-# math-verify stops itself after so many seconds, by SIGALRM: rewards run in a process's main thread. An
-# expression that takes longer is simply not equal, which is cheaper than the pool killing a worker over it.
+# math-verify stops itself after so many seconds, by SIGALRM: rewards run in a process's main thread. An answer that
+# takes longer is simply not equal, which is cheaper than the pool killing a worker over it. A machine that stalled may
+# be the reason: no cache keeps what came of a timeout (a BaseException), and a reference's is a failure.
 _TIMEOUT_S = 3
+T = TypeVar("T")
 _MATHEMATICS = re.compile(r"[\\$^=_{}()+*/<>]")
 _MARKS = ("$", r"\(", r"\[", r"\boxed")
 
@@ -33,7 +38,8 @@ _MARKS = ("$", r"\(", r"\[", r"\boxed")
 def math_reward(config: RewardConfig) -> Scorer:
     """1 if the answer equals a reference as mathematics (1/2 = 0.5 = \\frac{1}{2}), else 0.
 
-    Raises ValueError for a prompt without a reference, or with one in which there is nothing to compare.
+    Raises ValueError for a prompt without a reference, with one in which there is nothing to compare, or with one that
+    is not read in time.
     """
     pattern = compile_pattern(config.pattern)
 
@@ -44,9 +50,16 @@ def math_reward(config: RewardConfig) -> Scorer:
         answer = extract_answer(pattern, sample.text)
         if not answer:
             return 0.0
-        return float(any(_equal(reference, answer, pattern is not None) for reference in references))
+        return float(any(_equal_in_time(reference, answer, pattern is not None) for reference in references))
 
     return score
+
+
+def _equal_in_time(reference: str, text: str, is_extracted: bool) -> bool:
+    try:
+        return _equal(reference, text, is_extracted)
+    except TimeoutException:
+        return False
 
 
 @lru_cache(maxsize=4096)
@@ -78,13 +91,22 @@ def _is_same(reference: str, answer: str) -> bool:
         return False
     number = quantity(gold)
     amounts, places = _amounts(found, number), decimals(number)
-    if _verified(_parsed_number(number), amounts, places):
+    if _verified(_of_reference(_parsed_number, number), amounts, places):
         return True
     return _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places)
 
 
 def _golds(gold: str, number: str | None) -> tuple[Any, ...]:
-    return _parsed(_marked(gold)) + (_parsed_number(number) if number != gold else ())
+    as_number = _of_reference(_parsed_number, number) if number != gold else ()
+    return _of_reference(_parsed, _marked(gold)) + as_number
+
+
+def _of_reference(parsed: Callable[[T], tuple[Any, ...]], text: T) -> tuple[Any, ...]:
+    """What is `parsed` of a reference. Raises ValueError in place of math-verify's timeout."""
+    try:
+        return parsed(text)
+    except TimeoutException:
+        raise ValueError(f"the reference {text!r} was not read within {_TIMEOUT_S} s") from None
 
 
 def _amounts(found: str, number: str | None) -> tuple[Any, ...]:
@@ -93,19 +115,38 @@ def _amounts(found: str, number: str | None) -> tuple[Any, ...]:
 
 
 def _verified(golds: tuple[Any, ...], found: tuple[Any, ...], places: int) -> bool:
-    equal: bool = verify(list(golds), list(found), float_rounding=places, timeout_seconds=_TIMEOUT_S)
-    return equal
+    """Whether any two are equal. Raises TimeoutException where none are and a comparison took too long."""
+    late: TimeoutException | None = None
+    for pair in product(golds, found):
+        try:
+            if verify(*pair, float_rounding=places, timeout_seconds=_TIMEOUT_S, raise_on_error=True):
+                return True
+        except TimeoutException as error:
+            late = error
+        except Exception:  # noqa: BLE001  of sympy, of any kind: as math-verify does without `raise_on_error`
+            pass
+    if late is not None:
+        raise late
+    return False
 
 
 # sympy takes milliseconds, and the answers to one prompt share the reference and often each other's value.
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> tuple[Any, ...]:
-    return tuple(parse(text, parsing_timeout=_TIMEOUT_S))
+    return _read(text)
 
 
 @lru_cache(maxsize=1024)
 def _parsed_number(text: str | None) -> tuple[Any, ...]:
-    return () if text is None else tuple(parse(text, [ExprExtractionConfig()], parsing_timeout=_TIMEOUT_S))
+    return () if text is None else _read(text, [ExprExtractionConfig()])
+
+
+def _read(text: str, *targets: list[ExprExtractionConfig]) -> tuple[Any, ...]:
+    """What math-verify reads in `text`; nothing where it or sympy fails. Raises TimeoutException."""
+    try:
+        return tuple(parse(text, *targets, parsing_timeout=_TIMEOUT_S, raise_on_error=True))
+    except Exception:  # noqa: BLE001  of any kind: as math-verify does without `raise_on_error`
+        return ()
 
 
 def _marked(expression: str) -> str:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from megatron_tlt.distributed.processors import processor
 from megatron_tlt.errors import CheckpointError, ConfigError, SharedError
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.run_record import CHANGES_FILE, write_config
@@ -140,9 +141,10 @@ class Job(ABC):
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
         step = None if state is None else self.done
-        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step)):
+        kind = processor(self.world.device)
+        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step, kind)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
-            _log.warning("the run goes on with other settings or code than at its last start: %s", what)
+            _log.warning("the run goes on with other settings, code or processor than at its last start: %s", what)
         self.world.barrier()
 
     def _keep(self) -> str | None:

@@ -145,6 +145,7 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
     problems += [] if config.rl is None else handle_problems(config.rl, world.device)
     hosts = world.all_gather_object(socket.gethostname())
     problems += check_hosts(config, hosts)
+    problems += _hash_problems(config)
     # One rank looks into many files, which a run that goes on may be removing.
     problems += world.broadcast_object(_problems_of_large_files(config, device) if world.is_main else [])
     if problems or (problems := _problems_of_copies(config, world, hosts)):
@@ -154,6 +155,16 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
         for text in [*input_warnings(config, device), mixed, disk_warning(config)]:
             if text is not None:
                 _log.warning(text)
+
+
+def _hash_problems(config: TrainingConfig) -> list[ConfigProblem]:
+    """Procedural tasks of which each rank would draw other items."""
+    sources = [] if config.rl is None else [pair for pair in config.rl.data.sources if pair[1].tasks]
+    if not sources:
+        return []
+    from megatron_tlt.data.tasks import hash_problems  # here, for reasoning-gym takes seconds
+
+    return [problem for name, source in sources for problem in hash_problems(source.tasks, f"{name}.tasks")]
 
 
 def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[str]) -> list[ConfigProblem]:
@@ -397,7 +408,7 @@ def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequ
 
 def _machine_problems(config: TrainingConfig, device: Device | None) -> list[ConfigProblem]:
     """Parts of a run that are compiled on this machine, which lacks what that needs."""
-    from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
+    from megatron_tlt.models.decoders.native.build import missing_for_native, missing_for_triton
 
     problems, rl = [], config.rl
     # Megatron's fused functions, and the embedded engine's kernels.
@@ -405,11 +416,12 @@ def _machine_problems(config: TrainingConfig, device: Device | None) -> list[Con
     if has_triton and (missing := missing_for_triton()) is not None:
         allowed = f"on CUDA every node needs a C compiler and Python's headers, for Triton: {missing}"
         problems.append(ConfigProblem("distributed.device", config.distributed.device, allowed))
-    if rl is None or rl.rollout.backend != "embedded" or find_compiler() is not None:
+    if rl is None or rl.rollout.backend != "embedded" or (missing := missing_for_native()) is None:
         return problems
-    needed = "needs a C compiler: no cc, gcc or clang on PATH"
     if rl.rollout.speculation.drafter == "suffix":
+        needed = missing.partition(";")[0]
         problems.append(ConfigProblem("rollout.speculation.drafter", "suffix", needed))
-    if rl.rollout.kernels == "native":
-        problems.append(ConfigProblem("rollout.kernels", "native", needed))
+    kernels = rl.rollout.kernels
+    if kernels == "native" or (kernels == "auto" and resolve_device(config, device) == "cpu"):
+        problems.append(ConfigProblem("rollout.kernels", kernels, missing))
     return problems

@@ -29,6 +29,7 @@ class TrainState:
     """How far a run is. A checkpoint holds it beside policy, optimizer and schedule."""
 
     step: int = 0  # steps done
+    empty_steps: int = 0  # the last ones in a row of which dynamic sampling kept no group
     evaluations: list[EvalResult] = field(default_factory=list)
 
 
@@ -57,6 +58,7 @@ class Recovery:
             self.backend.load_state_dict(loaded["engine"])
             self.drafter.load_state_dict(loaded["drafter"])
             self.state.step = loaded["step"]
+            self.state.empty_steps = loaded.get("empty_steps", 0)  # 0: a checkpoint of an earlier version
             self.state.evaluations = [EvalResult(**e) for e in loaded["evaluations"]]
         self.rollout_cache.start(self.state.step)
 
@@ -109,6 +111,7 @@ class Recovery:
     def _snapshot(self) -> dict[str, Any]:
         return {
             "step": self.state.step,
+            "empty_steps": self.state.empty_steps,
             "prompts": self.prompts.state_dict(),
             "carried": self.carried.groups,
             "carried_from": self.carried.oldest_position,

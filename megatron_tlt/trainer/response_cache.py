@@ -12,6 +12,7 @@ import torch
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.run import UNFINISHED, RolloutCacheSection
+from megatron_tlt.distributed.processors import processor
 from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.resilience.rollout_cache import RolloutCache
@@ -38,10 +39,12 @@ def response_identity(
 
     Raises EnvError.
     """
+    device = torch.device(device)
     return {
         **asdict(params),
         "eos": end_tokens(ModelConfig.from_hf(model), tokenizer),
-        "device": torch.device(device).type,
+        "device": device.type,
+        **({"processor": processor(device)} if device.type == "cpu" else {}),  # another kind has other last bits
         **({} if env is None else {"env": environment_fingerprint(env)}),
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
         **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),

@@ -19,7 +19,8 @@ CHANGES_FILE = "config_changes.jsonl"
 
 # Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (
-    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "train.prompts_per_step", "train.seed"),
+    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor"),
+    *("train.prompts_per_step", "train.seed"),
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
     *("actor.router_replay", "actor.lora", "rollout.backend", "rollout.dtype", "eval"),
@@ -27,18 +28,18 @@ _LEARNS_FROM = (
 _FREE = (".params", ".chat_template_kwargs")  # mappings whose keys are the user's
 
 
-def write_config(config: TrainingConfig, directory: Path, step: int | None = None) -> list[str]:
+def write_config(config: TrainingConfig, directory: Path, step: int | None, processor: str) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
-    The record has a section more, `code`: fingerprints of the user's rewards and environment. `step`: of the checkpoint
-    that it goes on from; None: it begins.
+    The record has two fields more, `code`: fingerprints of the user's rewards and environment, and the kind of
+    `processor`. `step`: of the checkpoint that it goes on from; None: it begins.
 
     Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on; a line of
     `CHANGES_FILE` has their former and new values.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
-    named["code"] = _code(named)
+    named |= {"code": _code(named), "processor": processor}
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}

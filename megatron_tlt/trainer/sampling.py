@@ -77,8 +77,8 @@ class GroupSampler:
     empty_steps: EmptySteps = field(init=False)
 
     def __post_init__(self) -> None:
-        train = self.config.train
-        self.empty_steps = EmptySteps(train.max_lost_steps, train.prompts_per_step, self.queues.world.is_main)
+        train, is_main = self.config.train, self.queues.world.is_main
+        self.empty_steps = EmptySteps(train.max_lost_steps, train.prompts_per_step, is_main, self.recovery.state)
 
     def sample(self, step: int) -> tuple[list[SampleGroup], list[SampleGroup], RankMetrics]:
         """Of this rank in `step` (1-based): the groups to train on; all that were scored, also those that dynamic

@@ -138,6 +138,29 @@ def test_a_rank_with_a_slow_engine_fetches_fewer_prompts(folder: Path):
     assert digests[0] == digests[1] == digests[2]
 
 
+POLICIES = {
+    "bf16": ["actor.dtype=bf16", "rollout.dtype=bf16"],
+    "lora": ["actor.lora.rank=4"],
+    "pp2": ["actor.pp=2"],
+    "cp2": ["actor.cp=2"],
+    "tp2": ["actor.tp=2", "actor.sequence_parallel=true"],
+}
+
+
+@pytest.mark.ci
+def test_with_and_without_tlt_policies_of_each_form_are_the_same(folder: Path):
+    """In bf16, with adapters, and of each parallel layout of two ranks, whose engines are single."""
+    tlt = {"on": TRAIN, "off": []}
+    short = ["train.num_steps=2"]
+    jobs = {f"{form}-{name}": [*own, *more, *short] for form, own in POLICIES.items() for name, more in tlt.items()}
+    train_many(folder / "tiny.yaml", jobs, fault="")
+    for form in POLICIES:
+        assert_same_training(folder / f"{form}-off", folder / f"{form}-on", 2)
+        found = rows(folder / f"{form}-on")
+        assert all(row["engine/spec_row_steps"] > 0 and row["drafter/steps"] > 0 for row in found), form
+        assert all(row["policy/grad_norm"] > 0 for row in found), form
+
+
 @pytest.mark.nightly
 def test_replicas_of_two_ranks_train_as_one(folder: Path):
     overrides = ["rollout.tp=2", "actor.tp=2", "cluster.ranks_per_node=4"]

@@ -12,7 +12,7 @@ from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import Decoder
 from megatron_tlt.models.decoders.keyed_noise import SampleKernel
-from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
+from megatron_tlt.models.decoders.native.build import missing_for_native, missing_for_triton
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
 
@@ -37,16 +37,18 @@ def build_decoder(
 ) -> Decoder:
     """An empty decoder; load weights next. Its `kind` is "native" or "torch".
 
-    "auto" is the native one on CPU when there is a C compiler, else PyTorch; on CUDA PyTorch with Triton's
-    kernels, which "torch" leaves out. `threads` is used by the native decoder only; `aux_layers`: see `Decoder`.
+    "auto" is the native one on CPU, on CUDA PyTorch with Triton's kernels, which "torch" leaves out. `threads` is
+    used by the native decoder only; `aux_layers`: see `Decoder`.
     "invariant" numerics: a row's bits do not depend on its batch (always so in the native decoder). Warns on CUDA
-    without Triton. Raises ConfigError for a choice that cannot run on `device`, BackendError when
-    `kernels` is "native" and cannot be built.
+    without Triton. Raises ConfigError for a choice that cannot run on `device` or lacks a C compiler, BackendError
+    when the native decoder cannot be built.
     """
     device = torch.device(device)
     if kernels == "native" and device.type != "cpu":
         raise ConfigError.of("rollout.kernels", kernels, f"runs on CPU only, not on {device}")
-    if kernels == "native" or (kernels == "auto" and device.type == "cpu" and find_compiler() is not None):
+    if kernels == "native" or (kernels == "auto" and device.type == "cpu"):
+        if (missing := missing_for_native()) is not None:
+            raise ConfigError.of("rollout.kernels", kernels, missing)
         from megatron_tlt.models.decoders.native.decoder import NativeDecoder
 
         return NativeDecoder(config, threads, tp, aux_layers, dtype)

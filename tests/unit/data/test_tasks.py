@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from megatron_tlt.config.data import TaskConfig
-from megatron_tlt.data.tasks import CHUNK, TaskSource
+from megatron_tlt.data.tasks import CHUNK, TaskSource, hash_problems
 from megatron_tlt.errors import ConfigError
 
 SUM = TaskConfig(name="chain_sum", weight=3.0, params={"max_terms": 3})
 GCD = TaskConfig(name="gcd")
+GLOBAL = [*(("list_functions", i) for i in range(40)), ("codeio", 18)]  # the latter of numpy
 
 
 def test_an_item_is_a_function_of_seed_and_index() -> None:
@@ -22,6 +25,28 @@ def test_an_item_is_a_function_of_seed_and_index() -> None:
     forward = [one.row(i) for i in indices]
     assert forward[1] == forward[-1]
     assert [two.row(i) for i in reversed(indices)] == forward[::-1]
+
+
+def test_a_task_that_draws_from_global_generators_is_a_function_of_seed_and_index_too() -> None:
+    """Of Python and numpy: `codeio` runs programs that do; other users of the two find them as they were."""
+    drawn = []
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        state, of_numpy = random.getstate(), np.random.get_state()[1].tolist()
+        drawn.append([TaskSource([TaskConfig(name=name)], 5).row(i) for name, i in GLOBAL])
+        assert random.getstate() == state and np.random.get_state()[1].tolist() == of_numpy
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize(("seed", "refused"), [(None, ["word_ladder"]), ("random", ["word_ladder"]), ("0", [])])
+def test_tasks_that_follow_hashes_need_equal_ones(seed, refused, monkeypatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    problems = hash_problems([SUM, TaskConfig(name="word_ladder")], "data.train.tasks")
+    assert [problem.value for problem in problems] == refused
+    assert all(problem.path == "data.train.tasks.1.name" for problem in problems)
 
 
 @pytest.mark.nightly  # its imports take seconds

@@ -16,6 +16,7 @@ FAKE = """#!/usr/bin/env bash
 printf 'arg %s\\n' "$@"
 printf 'threads %s\\n' "$OMP_NUM_THREADS"
 printf 'yield %s\\n' "$MPIR_CVAR_ENABLE_HEAVY_YIELD"
+printf 'hashes %s\\n' "$PYTHONHASHSEED"
 exit 7
 """
 
@@ -39,6 +40,7 @@ def test_local_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):
     assert arguments[3:] == ["-m", "mpi4py", "-m", "megatron_tlt", "train", "my config.yaml", "a.b=[1, 2]"]
     assert "threads 2\n" in done.stdout
     assert "yield 1\n" in done.stdout
+    assert f"hashes {os.environ.get('PYTHONHASHSEED', '0')}\n" in done.stdout
 
 
 def test_local_starts_its_ranks_itself_within_an_allocation_of_slurm(tmp_path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reasoning_gym
+from math_verify.errors import TimeoutException
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import RewardError
+from megatron_tlt.rewards import math
 from megatron_tlt.rewards.base import compile_pattern, extract_answer, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.types import Answer, Prompt, RewardResult, Sample
@@ -100,6 +103,33 @@ def test_math(answer: str, text: str, equal: bool) -> None:
     result = judged(text, RewardConfig(name="math"), answer=answer)
     assert result.failure is None
     assert result.value == float(equal)
+
+
+@pytest.mark.parametrize(
+    ("late", "part", "answer", "failure"),
+    [
+        ("parser.extract_target_from_pred", "5x", "(x+2)(x+3)", "math: ValueError: the reference .* within 3 s"),
+        ("parser.extract_target_from_pred", "(x+2", "(x+2)(x+3) ", None),
+        ("grader.sympy_expr_eq", "", " (x+2)(x+3)", None),
+    ],
+)
+def test_a_stall_costs_math_one_sample(late: str, part: str, answer: str, failure: str | None, monkeypatch) -> None:
+    """What came of a timeout is kept for no other sample, and a reference's own is a failure."""
+    module = importlib.import_module(f"math_verify.{late.partition('.')[0]}")
+    name, stalls = late.partition(".")[2], [True]
+    normal = getattr(module, name)
+
+    def stalled(*args: Any, **options: Any) -> Any:
+        if part in str(args[0]) and stalls and stalls.pop():
+            raise TimeoutException
+        return normal(*args, **options)
+
+    for cached in (math._equal, math._parsed, math._parsed_number):
+        cached.cache_clear()
+    monkeypatch.setattr(module, name, stalled)
+    first, second = (judged(f"${answer}$", RewardConfig(name="math"), answer="x^2+5x+6") for _ in range(2))
+    assert not stalls and first.value == (0.0 if failure is None else -1.0) and second.value == 1.0
+    assert (first.failure is None) == (failure is None) and re.match(failure or "", first.failure or "")
 
 
 def test_format_matches_the_whole_text() -> None:

@@ -26,7 +26,7 @@ def day(config: TrainingConfig, unfinished: Path | None = None) -> date | None:
 
 def test_a_run_that_goes_on_keeps_its_first_day(tmp_path: Path) -> None:
     assert day(run(tmp_path)) == date.today()
-    write_config(run(tmp_path, f"data.chat_template_date={FIRST}"), tmp_path)
+    write_config(run(tmp_path, f"data.chat_template_date={FIRST}"), tmp_path, None, "x86_64")
     assert day(run(tmp_path)) == FIRST
     assert day(run(tmp_path, "data.chat_template_date=2025-03-04")) == date(2025, 3, 4)
     assert day(run(tmp_path, "checkpoint.resume=never")) == date.today()
@@ -44,5 +44,7 @@ def test_a_record_without_a_day_is_none(text: str, tmp_path: Path) -> None:
 def test_fine_tuning_goes_on_with_its_first_day(tmp_path: Path) -> None:
     tree = {"model": {"path": "m"}, "sft": {"train_path": "t", "out": str(tmp_path)}}
     (tmp_path / "unfinished").mkdir()
-    write_config(build_config(tree, [f"sft.chat_template_date={FIRST}"], SftConfig), tmp_path / "unfinished")
+    write_config(
+        build_config(tree, [f"sft.chat_template_date={FIRST}"], SftConfig), tmp_path / "unfinished", None, "x86_64"
+    )
     assert day(build_config(tree, ["sft.chat_template_kwargs.a=2026-05-06"], SftConfig)) == FIRST

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
@@ -73,7 +74,7 @@ class Counting(Job):
         self.config = build_config({"model": {"path": "m"}}, given, Config)
         ends = self.ended = []
         self.world = SimpleNamespace(is_main=True, enter=lambda *_: None, accept=lambda: None, barrier=lambda: None,
-                                     ends_early=lambda *end: ends.append(end))  # fmt: skip
+                                     device=torch.device("cpu"), ends_early=lambda *end: ends.append(end))  # fmt: skip
         self.checkpoints, self.shutdown, self.num_steps = kept, shutdown, 4
         self.count, self.finished, self.is_good = 0, False, good
 

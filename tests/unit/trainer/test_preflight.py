@@ -388,6 +388,28 @@ def test_a_machine_that_triton_can_compile_nothing_on_is_named_on_cuda(monkeypat
     assert not input_problems(without_training(plain, reads_prompts=False), "cuda")
 
 
+def test_a_machine_without_a_compiler_is_named_before_cpu_ranks_get_another_decoder(monkeypatch):
+    """Whose bits depend on TLT, in place of the native one; `torch` asks for it, and a GPU has no native one."""
+    monkeypatch.setattr("megatron_tlt.models.decoders.native.build.find_compiler", lambda: None)
+    for kernels, device in (("auto", "cpu"), ("native", "cpu"), ("auto", None)):
+        config = make(rollout={"kernels": kernels}, distributed={"device": "cpu"})
+        (problem,) = [p for p in input_problems(config, device) if p.path == "rollout.kernels"]
+        assert problem.value == kernels and "on every node: no cc, gcc or clang on PATH; 'torch'" in problem.allowed
+    for config, device in ((make(rollout={"kernels": "torch"}), "cpu"), (make(), "cuda")):
+        assert not [p for p in input_problems(config, device) if p.path == "rollout.kernels"]
+
+
+def test_a_task_of_which_each_rank_would_draw_other_items_is_refused(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=1, is_main=False, all_gather_object=lambda mine: [mine],
+        broadcast_object=lambda value: value,
+    )  # fmt: skip
+    task = {"kind": "tasks", "tasks": [{"name": "ransom_note"}]}
+    with pytest.raises(ConfigError, match=r"data\.train\.tasks\.0\.name = 'ransom_note': .*PYTHONHASHSEED=0"):
+        check_on(make(data={"train": task}), world)
+
+
 def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):
     config = make(checkpoint={"resume": str(tmp_path / "step-000003")})
     assert [p.path for p in missing_files(config)] == ["model.path", "checkpoint.resume"]

@@ -12,10 +12,10 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.trainer.run_record import CHANGES_FILE, other_model, write_config
 
 
-def start(run_dir: Path, *overrides: str, step: int | None = 3) -> list[str]:
+def start(run_dir: Path, *overrides: str, step: int | None = 3, processor: str = "x86_64 avx2") -> list[str]:
     """The fields that this start has otherwise than the one before."""
     config = build_config({"model": {"path": "m"}}, [f"train.run_dir={run_dir}", *overrides], Config)
-    return sorted(write_config(config, run_dir, step))
+    return sorted(write_config(config, run_dir, step, processor))
 
 
 # Learned from, and three of speed alone.
@@ -56,10 +56,11 @@ def test_changes_are_kept_with_their_values_by_step(tmp_path: Path) -> None:
     start(tmp_path, "optimizer.lr=0.5", step=None)
     assert not (tmp_path / CHANGES_FILE).exists()
     start(tmp_path, "optimizer.lr=0.25", step=4)
-    start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=6)
+    start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=6, processor="x86_64 avx2 avx512f")
     first = (4, {"optimizer.lr": [0.5, 0.25]})
-    assert kept() == [first, (6, {"eval.max_tokens": [None, 9]})]
-    start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=5)
+    other = {"eval.max_tokens": [None, 9], "processor": ["x86_64 avx2", "x86_64 avx2 avx512f"]}
+    assert kept() == [first, (6, other)]
+    start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=5, processor="x86_64 avx2 avx512f")
     assert kept() == [first], "of a later checkpoint, which it did not go on from"
     assert start(tmp_path, "optimizer.lr=0.5", step=None) == kept() == [], "begun anew"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron_tlt.errors import TrainingError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
+from megatron_tlt.trainer.recovery import Recovery, TrainState
 from megatron_tlt.trainer.sampling import GroupSampler
 from megatron_tlt.types import (
     GenerateCall,
@@ -125,6 +127,7 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),
         recovery=SimpleNamespace(
+            state=TrainState(),
             generate=lambda call: (ranks.generate(call), False),
             may_stop=lambda *_: None,
             unwatched=lambda what: ranks.unwatched.append(what) or nullcontext(),
@@ -195,10 +198,24 @@ def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.
     assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"].value == 0
     sampler.empty_steps.check()
     for limit, ends in ((1, True), (2, False), (0, False)):
-        empty = EmptySteps(limit, 1, is_main=False)
+        empty = EmptySteps(limit, 1, is_main=False, state=TrainState())
         assert empty.look(1, 1, 0, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
         with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
             empty.check()
+
+
+def test_empty_steps_before_and_behind_a_resume_are_counted_together() -> None:
+    """A job that is preempted every other step would never end."""
+    names = ("prompts", "carried", "backend", "drafter", "checkpoints", "rollout_cache", "nonfinite", "shutdown")
+    before, behind = (Recovery(state=TrainState(), **{name: MagicMock() for name in names}) for _ in range(2))
+    empty = EmptySteps(2, 1, is_main=False, state=before.state)
+    empty.look(1, 1, 0, 0, Dropped())
+    empty.check()
+    behind.load(before.state_dict())
+    resumed = EmptySteps(2, 1, is_main=False, state=behind.state)
+    resumed.look(2, 1, 0, 0, Dropped())
+    with pytest.raises(TrainingError, match="in 2 steps in a row"):
+        resumed.check()
 
 
 def test_a_rollout_of_which_nothing_was_judged_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:

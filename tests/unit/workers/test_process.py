@@ -39,6 +39,29 @@ if __name__ == "__main__":
 """
 
 
+HASHES = """
+import os
+from megatron_tlt.workers.process import WorkerProcess
+
+if __name__ == "__main__":
+    for _ in range(2):
+        process = WorkerProcess(target=exec, args=("print(hash('a'), flush=True)",))
+        process.start()
+        process.join()
+    print(os.environ.get("PYTHONHASHSEED"))
+"""
+
+
+@pytest.mark.parametrize("seed", [None, "7", "random"])
+def test_a_text_has_the_same_hash_in_each_worker_unless_the_user_wants_it_otherwise(seed, monkeypatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    done = subprocess.run([sys.executable, "-c", HASHES], capture_output=True, text=True, check=True)
+    one, other, left = done.stdout.split()
+    assert (one == other) == (seed != "random") and left == str(seed)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_the_first_worker_too_starts_with_signals_blocked(number) -> None:
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)

@@ -37,6 +37,14 @@ def find_compiler() -> str | None:
     return None
 
 
+def missing_for_native() -> str | None:
+    """What this machine lacks for the native decoder, in the words of a problem of `rollout.kernels`. None: nothing."""
+    if find_compiler() is not None:
+        return None
+    needs = "needs a C compiler on every node: no cc, gcc or clang on PATH"
+    return f"{needs}; 'torch' does without, slower, and TLT on and off need not give the same bits then"
+
+
 def missing_for_triton() -> str | None:
     """What this machine lacks of a C compiler and Python's headers, where Triton's `runtime/build.py` looks for them:
     it compiles the functions that launch its kernels and those of `torch.compile`. None: nothing.

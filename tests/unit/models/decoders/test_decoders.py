@@ -56,6 +56,14 @@ def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
         assert "Triton compiles" in caplog.text, "a first start takes minutes without another sign"
 
 
+def test_without_a_compiler_a_cpu_gets_no_other_decoder_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in commands that no configuration of a run was checked for."""
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    with pytest.raises(ConfigError, match=r"rollout\.kernels = 'auto': needs a C compiler on every node.*'torch'"):
+        build_decoder(CONFIG)
+    assert build_decoder(CONFIG, kernels="torch").kind == "torch"
+
+
 def test_triton_without_a_compiler_is_refused_before_its_first_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by commands that no configuration of a run was checked for."""
     monkeypatch.setattr(factory, "_has_triton", lambda kernels, device: True)
