@@ -27,8 +27,9 @@ def test_an_item_is_a_function_of_seed_and_index() -> None:
     assert [two.row(i) for i in reversed(indices)] == forward[::-1]
 
 
-def test_a_task_that_draws_from_global_generators_is_a_function_of_seed_and_index_too() -> None:
+def test_a_task_that_draws_from_global_generators_is_a_function_of_seed_and_index_too(tmp_path, monkeypatch) -> None:
     """Of Python and numpy: `codeio` runs programs that do; other users of the two find them as they were."""
+    monkeypatch.chdir(tmp_path)  # one of these programs writes files
     drawn = []
     for seed in (1, 2):
         random.seed(seed)
