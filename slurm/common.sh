@@ -283,6 +283,10 @@ requeue_or_exit() {
     [ "$rc" -ne 0 ] || { say "done"; exit 0; }
     report_failure || true # what it prints may find no room
     [ "$rc" -ne 2 ] || { say "wrong configuration or arguments: not requeued"; exit 2; }
+    if grep -qsE '^megatron-tlt: rank [0-9]+ failed in .*: TrainingError: ' "$attempt"/rank-*.log; then
+        say "another attempt would end alike: not requeued" # each one saves a step, so none of them is a stall
+        exit "$rc"
+    fi
     look_at_job
     if [ -z "$(job_fact JobState)" ]; then
         say "Slurm does not answer: not known whether this job was cancelled or requeued; going on to a requeue"

@@ -19,7 +19,7 @@ def carried_writer(groups: Sequence[SampleGroup]) -> Callable[[Path], None]:
         with file.open("wb") as stream:
             for group in groups:
                 crc = prompt_crc(group.prompt)
-                stream.writelines(encode_response(sample, crc) for sample in group.samples)
+                stream.writelines(encode_response(sample.unpacked(), crc) for sample in group.samples)
 
     return write
 

@@ -87,7 +87,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     if world.is_main:
         print(_what(config, len({*first_of_each(prompts).values()}), len(prompts)), file=sys.stderr, flush=True)
     identity = response_identity(
-        evaluator.params, config.rollout, config.env, config.model.path, tokenizer, world.device
+        evaluator.params, config.rollout, config.env, config.model.path, tokenizer, world.device, world
     )
     cache = cache_beside(out, config.rollout_cache, world, backend, weights, identity)
     # stdout holds the result, as JSON

@@ -286,7 +286,7 @@ def generate_file(
     options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir), weights.watch)
     backend = build_backend(options)
     try:
-        identity = response_identity(params, section, env, model_dir, tokenizer, options.device)
+        identity = response_identity(params, section, env, model_dir, tokenizer, options.device, ranks)
         cache = cache_beside(out_jsonl, RolloutCacheSection(), ranks, backend, weights, identity)
         started = time.perf_counter()
         queue = PromptQueue(prompts, 0, 1, len(prompts), ticket=lambda: 0)  # all are this one replica's own

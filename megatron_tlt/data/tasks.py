@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import random
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -121,7 +122,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def hash_problems(tasks: Sequence[TaskConfig], path: str) -> list[ConfigProblem]:
     """Tasks in the field `path` that draw other items in another process, whose hashes of texts are others."""
-    if os.environ.get("PYTHONHASHSEED", "random") != "random":
+    seed = "" if sys.flags.ignore_environment else os.environ.get("PYTHONHASHSEED", "")
+    if seed not in ("", "random"):
         return []
     allowed = "draws other items in each process: start all ranks with PYTHONHASHSEED=0, as launch/ and slurm/ do"
     found = [(k, task.name) for k, task in enumerate(tasks) if task.name in _HASHED]

@@ -22,7 +22,6 @@ def encode_line(value: Mapping[str, Any]) -> bytes:
 
 def encode_response(sample: Sample, prompt_crc: int) -> bytes:
     """A finished response as a line."""
-    sample = sample.unpacked()
     values = {f.name: getattr(sample, f.name) for f in fields(sample)}  # asdict copies each token, in the decoding loop
     if (routed_experts := values.pop("routed_experts")) is not None:
         encoded = base64.b64encode(routed_experts.tobytes()).decode()

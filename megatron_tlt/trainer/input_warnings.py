@@ -57,7 +57,8 @@ def disk_warning(config: TrainingConfig) -> str | None:
     state = config.state_dir.absolute()
     free = shutil.disk_usage(next(folder for folder in (state, *state.parents) if folder.exists())).free
     size = checkpoint_bytes(config, shape)
-    more = max(1, config.checkpoint.keep + 1 - len(list((state / "checkpoints").glob("step-*"))))
+    there = sum(folder.suffix == "" for folder in (state / "checkpoints").glob("step-*"))  # without a killed save's
+    more = max(1, config.checkpoint.keep + 1 - there)
     if free >= more * size:
         return None
     return (

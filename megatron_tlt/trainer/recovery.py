@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.trainer.evaluation import EvalResult
 
 if TYPE_CHECKING:
@@ -50,17 +51,23 @@ class Recovery:
 
     def load(self, loaded: Mapping[str, Any] | None) -> None:
         """Goes on from the state that a checkpoint holds; None: from the beginning. Mutates `state` and the parts.
-        Collective.
+        Collective. Raises CheckpointError for a state that lacks an entry.
         """
         if loaded is not None:
-            self.prompts.load_state_dict(loaded["prompts"])
-            self.carried.load(loaded["carried"], loaded["carried_from"])
-            self.backend.load_state_dict(loaded["engine"])
-            self.drafter.load_state_dict(loaded["drafter"])
-            self.state.step = loaded["step"]
-            self.state.empty_steps = loaded.get("empty_steps", 0)  # 0: a checkpoint of an earlier version
-            self.state.evaluations = [EvalResult(**e) for e in loaded["evaluations"]]
+            try:
+                self._load(loaded)
+            except KeyError as error:
+                raise CheckpointError(f"the checkpoint's state has no {error}: another version wrote it") from error
         self.rollout_cache.start(self.state.step)
+
+    def _load(self, loaded: Mapping[str, Any]) -> None:
+        self.prompts.load_state_dict(loaded["prompts"])
+        self.carried.load(loaded["carried"], loaded["carried_from"])
+        self.backend.load_state_dict(loaded["engine"])
+        self.drafter.load_state_dict(loaded["drafter"])
+        self.state.step = loaded["step"]
+        self.state.empty_steps = loaded["empty_steps"]
+        self.state.evaluations = [EvalResult(**e) for e in loaded["evaluations"]]
 
     def begin_step(self) -> None:
         """Before a step: records the state that a checkpoint gets if a signal drops the step."""

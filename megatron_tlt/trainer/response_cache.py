@@ -34,17 +34,18 @@ def response_identity(
     model: str | Path,
     tokenizer: HFTokenizer | None,
     device: torch.device | str,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """The settings on which a response of the policy in `model` depends, beside prompt and weights; JSON-able.
-
-    Raises EnvError.
+    """The settings on which a response of the policy in `model` depends, beside prompt and weights; JSON-able, the same
+    on all `ranks`. Collective. Raises EnvError.
     """
     device = torch.device(device)
+    kinds = sorted({*ranks.all_gather_object(processor(device))}) if device.type == "cpu" else []
     return {
         **asdict(params),
         "eos": end_tokens(ModelConfig.from_hf(model), tokenizer),
         "device": device.type,
-        **({"processor": processor(device)} if device.type == "cpu" else {}),  # another kind has other last bits
+        "processors": kinds,  # another kind has other last bits
         **({} if env is None else {"env": environment_fingerprint(env)}),
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
         **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),

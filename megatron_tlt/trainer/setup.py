@@ -239,7 +239,7 @@ def build_rollout_cache(
     """The cache of finished responses in `run_dir`; without keyed sampling nothing is kept."""
     params, model = step_params(config), config.model.path
     identity = {
-        **response_identity(params, config.rollout, config.env, model, tokenizer, world.device),
+        **response_identity(params, config.rollout, config.env, model, tokenizer, world.device, world),
         **({} if config.actor.router_replay == "off" else {"routed_experts": True}),
     }
     return RolloutCache(

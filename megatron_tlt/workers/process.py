@@ -46,14 +46,14 @@ class WorkerProcess(context.SpawnProcess):
         with _main_module:
             main = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")
-            has_seed = "PYTHONHASHSEED" in os.environ
-            os.environ.setdefault("PYTHONHASHSEED", "0")  # an interpreter reads it at its start alone
+            seed = os.environ.get("PYTHONHASHSEED")
+            os.environ["PYTHONHASHSEED"] = seed or "0"  # an interpreter reads it at its start alone
             try:
                 with signals_blocked():
                     super().start()
             finally:
                 sys.modules["__main__"] = main
-                if not has_seed:
+                if seed is None:
                     del os.environ["PYTHONHASHSEED"]
 
     def kill_group(self) -> None:

@@ -12,6 +12,7 @@ from megatron_tlt.config.planning.parameters import (
 )
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.config.run import ROLLOUT_CACHE_BYTES
+from megatron_tlt.interfaces import CAPABILITIES
 
 
 def gb(size: float) -> str:
@@ -33,7 +34,8 @@ def disk_lines(config: TrainingConfig, shape: ArchitectureConfig, num_ranks: int
     """What checkpoints and rollout cache take at most."""
     size, most = checkpoint_bytes(config, shape), config.checkpoint.keep + 1
     lines = [f"On disk: a checkpoint {gb(size)}, up to {most} at once (checkpoint.keep + 1): {gb(most * size)}"]
-    if config.rl is not None and config.rl.rollout_cache.enabled:
+    keeps = config.rl is not None and CAPABILITIES[config.rl.rollout.backend].keyed_sampling
+    if config.rl is not None and keeps and config.rl.rollout_cache.enabled:
         replicas = num_ranks // config.rl.rollout.tp
         lines.append(f"  rollout cache at most {gb(replicas * ROLLOUT_CACHE_BYTES)}")
     return lines

@@ -83,6 +83,8 @@ def _step_bytes(config: Config, shape: ArchitectureConfig, device: Device, kind:
     drafted = drafted_tokens(config, shape)
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * drafted)
     rows = drafted * hidden * element_bytes(config.rollout.dtype) if drafted < shape.vocab_size else 0
+    if device == "cpu" and config.rollout.dtype == "bf16":
+        rows += 4 * drafted * hidden  # a processor without products of bf16 multiplies them in fp32
     loss = kept + tokens * hidden * (12 + element) + blocks + rows
     if kind.has_own_head:
         head = 4 * kind.head_elements(shape, drafted_tokens(config, shape))

@@ -32,14 +32,14 @@ def test_metadata_that_the_first_rank_cannot_write_is_one_error_of_every_rank(tm
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (tmp_path / "step-000001.tmp").mkdir()
-    gathered = iter([[(None, {})] * 2, ["No space left on device", None]])
+    gathered = iter([[(None, {}, 0.0)] * 2, ["No space left on device", None]])
     world = SimpleNamespace(
         is_main=is_main, wait_for_all=lambda: None, all_gather_object=lambda _: next(gathered),
     )  # fmt: skip
     strategy = SimpleNamespace(
-        writer=SimpleNamespace(failure=None, records={}), write_metadata=write_metadata,
+        writer=SimpleNamespace(failure=None, records={}, ended_at=0.0), write_metadata=write_metadata,
     )  # fmt: skip
-    handle = SaveHandle(world, tmp_path / "step-000001", MANIFEST, strategy, None)
+    handle = SaveHandle(world, tmp_path / "step-000001", MANIFEST, strategy, None, 0.0)
     with pytest.raises(SaveError, match="No space left on device"):
         handle._publish()
     assert (tmp_path / "step-000001.tmp").exists() != is_main

@@ -55,7 +55,7 @@ def test_a_model_other_than_the_run_s_is_a_warning(name, tmp_path, monkeypatch, 
         load_config(ROOT / "configs/quickstart.yaml", [f"train.run_dir={tmp_path}", *more])
         for more in ([], [f"model.path={tmp_path / 'moved' / name}"])
     )
-    write_config(run, tmp_path)
+    write_config(run, tmp_path, None, "x86_64")
     world = SimpleNamespace(is_main=True, broadcast_object=lambda value: value, enter=lambda *_: None)
     args = argparse.Namespace(out=tmp_path / "out", overwrite=False, adapter=False, dtype=None)
     _export_on(given, world, args)

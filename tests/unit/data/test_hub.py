@@ -197,7 +197,7 @@ def test_a_run_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, settin
     assert named.data.eval is not None and named.data.eval.path == f"a/rows@{first['datasets/a/rows']}"
     assert hub_name(local.model.path) == ("a/policy", first["models/a/policy"]) and hub_name("a/policy") is None
     assert on_this_machine(named, ALONE) == local
-    write_config(local, tmp_path / "run")
+    write_config(local, tmp_path / "run", None, "x86_64")
     for key in hub.repositories:
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     again = on_this_machine(configured(settings), ALONE)
@@ -224,7 +224,7 @@ def test_evaluations_measure_the_models_that_are_named_on_the_rows_of_the_run(
     hub.repositories["models/a/drafter"] = Repository({"config.json": b"{ }"})
     settings.append("rollout.speculation={drafter: eagle, drafter_path: a/drafter}")
     local = on_this_machine(configured(settings), ALONE)
-    write_config(local, tmp_path / "run")
+    write_config(local, tmp_path / "run", None, "x86_64")
     for key in hub.repositories:
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     measured: list[Config] = []
@@ -262,7 +262,7 @@ def test_a_drafter_of_the_command_line_may_be_a_name(
     def stopped(config: Config, world: SingleProcess, args: argparse.Namespace) -> None:
         read.append(args.drafter)
         if action == "train":
-            write_config(config, args.out / UNFINISHED)
+            write_config(config, args.out / UNFINISHED, None, "x86_64")
             settings = training_settings(config, args.drafter, 1)
             drafter_state_writer({"settings": settings})(args.out / UNFINISHED / _STATE)
 
@@ -283,7 +283,7 @@ def test_fine_tuning_that_goes_on_uses_the_commits_of_its_first_start(hub: Hub, 
     sft = {"train_path": "a/rows", "subset": "main", "out": str(tmp_path / "out")}
     config = build_config({"model": {"path": "a/policy"}, "sft": sft}, (), SftConfig)
     local = on_this_machine(config, ALONE)
-    write_config(local, config.state_dir)
+    write_config(local, config.state_dir, None, "x86_64")
     for key in hub.repositories:
         hub.repositories[key] = Repository({**hub.repositories[key].files, "config.json": b"{}"})
     assert on_this_machine(config, ALONE) == local

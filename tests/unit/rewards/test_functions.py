@@ -132,6 +132,19 @@ def test_a_stall_costs_math_one_sample(late: str, part: str, answer: str, failur
     assert (first.failure is None) == (failure is None) and re.match(failure or "", first.failure or "")
 
 
+def test_a_reference_that_is_not_read_in_time_does_not_hide_one_that_is_equal(monkeypatch) -> None:
+    def parsed(text: str) -> Any:
+        if "x^9" in text:
+            raise TimeoutException
+        return normal(text)
+
+    normal = math._parsed
+    monkeypatch.setattr(math, "_parsed", parsed)
+    found = [judged("$(x+2)(x+3)$", RewardConfig(name="math"), answer=["x^9+1", last]) for last in ("x^2+5x+6", "7")]
+    assert found[0].value == 1.0 and found[0].failure is None
+    assert found[1].value == -1.0 and "'$x^9+1$' was not read within" in str(found[1].failure)
+
+
 def test_format_matches_the_whole_text() -> None:
     config = RewardConfig(name="format", pattern=r"<think>.*</think>\s*<answer>.*</answer>")
     assert judged("<think>a\nb</think>\n<answer>1</answer>", config).value == 1.0

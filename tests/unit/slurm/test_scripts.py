@@ -224,6 +224,14 @@ def test_a_job_is_requeued_by_its_own_name_also_where_nothing_can_be_written(var
     assert said[-1] == job
 
 
+def test_a_training_that_cannot_go_on_is_not_requeued(tmp_path):
+    """Each attempt saves its step before it ends, so none of them would count as a stall."""
+    (tmp_path / "rank-00000.log").write_text("megatron-tlt: rank 0 failed in phase update, step 3: TrainingError: no\n")
+    run = f"{REQUEUE.replace('attempt=/no', f'attempt={tmp_path}').replace('rc=75', 'rc=1')} (requeue_or_exit) 2>&1"
+    *_, said, code = in_common(f"{run} || echo $?").splitlines()
+    assert said.endswith("another attempt would end alike: not requeued") and code == "1"
+
+
 SILENT = """
 attempt=/no job_logs=/no rc=75; report_failure() {{ :; }}; count_stalls() {{ stalls=0; }}; sleep() {{ :; }}
 scontrol() {{

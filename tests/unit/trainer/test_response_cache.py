@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megatron_tlt.config.rollout import RolloutSection
@@ -11,9 +14,11 @@ from tests.helpers.mpi import ROOT
 
 
 def test_a_response_of_another_kind_of_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank reads some of the files: all must judge them alike, also ranks on different kinds."""
     found = []
-    for kind, device in (("x86_64 avx2", "cpu"), ("x86_64 avx2 avx512f", "cpu"), ("NVIDIA H100", "cuda")):
-        monkeypatch.setattr(response_cache, "processor", lambda device, kind=kind: kind)
-        model = ROOT / "assets/demo-policy"
-        found.append(response_cache.response_identity(SamplingParams(), RolloutSection(), None, model, None, device))
-    assert [identity.get("processor") for identity in found] == ["x86_64 avx2", "x86_64 avx2 avx512f", None]
+    for kinds, device in ((["avx2"], "cpu"), (["avx512f", "avx2", "avx2"], "cpu"), (["NVIDIA H100"], "cuda")):
+        monkeypatch.setattr(response_cache, "processor", lambda device, kinds=kinds: kinds[0])
+        ranks: Any = SimpleNamespace(all_gather_object=lambda mine, kinds=kinds: kinds)
+        about = SamplingParams(), RolloutSection(), None, ROOT / "assets/demo-policy", None, device, ranks
+        found.append(response_cache.response_identity(*about))
+    assert [identity["processors"] for identity in found] == [["avx2"], ["avx2", "avx512f"], []]

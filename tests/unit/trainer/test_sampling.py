@@ -14,7 +14,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import TrainingError, UnjudgedError
+from megatron_tlt.errors import CheckpointError, TrainingError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
@@ -211,7 +211,10 @@ def test_empty_steps_before_and_behind_a_resume_are_counted_together() -> None:
     empty = EmptySteps(2, 1, is_main=False, state=before.state)
     empty.look(1, 1, 0, 0, Dropped())
     empty.check()
-    behind.load(before.state_dict())
+    saved = before.state_dict()
+    with pytest.raises(CheckpointError, match="has no 'empty_steps': another version wrote it"):
+        behind.load({name: value for name, value in saved.items() if name != "empty_steps"})
+    behind.load(saved)
     resumed = EmptySteps(2, 1, is_main=False, state=behind.state)
     resumed.look(2, 1, 0, 0, Dropped())
     with pytest.raises(TrainingError, match="in 2 steps in a row"):
