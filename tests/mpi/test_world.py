@@ -129,7 +129,7 @@ from megatron_tlt.distributed.together import together
 from megatron_tlt.distributed.world import World
 world = World.start(DistributedSection(timeout_s=1.0), 1)
 world.enter("score", 1)
-def late(*_):
+def late(*_, **__):
     time.sleep(2.4 * world.rank)
 {wait}
 print(f"all {{sum(world.all_gather_object(1))}};", end="", flush=True)
