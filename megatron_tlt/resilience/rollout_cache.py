@@ -234,6 +234,10 @@ class RolloutCache:
 
     def reuse_line(self, found: int, total: int) -> str:
         """How many of `total` responses were `found`, for people."""
+        if not found:
+            return (
+                f"uses none of the responses in {self._directory}, of another command; they go once this one has ended"
+            )
         return f"reuses {found} of {total} responses, which earlier starts have left in {self._directory}"
 
     def fingerprint(self, weights: Weights) -> Weights:

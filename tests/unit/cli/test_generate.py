@@ -188,8 +188,9 @@ def test_a_call_that_was_stopped_generates_only_the_rest(
 
 @pytest.mark.parametrize("change", ["seed", "weights"])
 def test_responses_of_another_seed_or_model_are_not_used(
-    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
     out, params = tmp_path / "out.jsonl", replace(PARAMS, seed=4) if change == "seed" else PARAMS
     unfinished = stopped(model, out, monkeypatch)
     (unfinished / "notes").write_text("a user's")
@@ -198,6 +199,7 @@ def test_responses_of_another_seed_or_model_are_not_used(
     assert generated(model, out, params).finished_requests == 6
     (warning,) = caplog.messages
     assert warning.startswith(f"{unfinished}/step-000001/") and warning.endswith(": not used")
+    assert f"uses none of the responses in {unfinished}, of another command" in capsys.readouterr().out
     assert os.listdir(unfinished) == ["notes"], "what it has not made stays"
 
 
