@@ -224,7 +224,7 @@ def test_steps_without_a_graph_are_named_and_counted(caplog) -> None:
         budget = fixed + (5 << 19)  # two and a half
         runner.pool = GraphPool(runner.decoder, runner.kv, sizes, budget, SizedCapturer(own=own))
         caplog.clear()
-        with caplog.at_level("INFO"):
+        with caplog.at_level("INFO", "megatron_tlt"):
             engine.capture_graphs(1)
         assert [(record.levelname, record.getMessage()) for record in caplog.records] == [line]
         responses_of(engine, turn=0)
