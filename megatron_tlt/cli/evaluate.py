@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
     from megatron_tlt.trainer.evaluation import EvalResult
+    from megatron_tlt.types import SamplingParams
 
 _MANY_CUT = 0.05  # share of responses, and the most that the accuracy could gain without the limit
 RESULT = rb'\{\n  "step": \d+,\n  "num_prompts": '  # how the result begins
@@ -116,18 +117,19 @@ def _write_result(config: Config, result: EvalResult, out: Path | None) -> None:
         write_atomically(out, [text])
 
 
-def _in_force(config: Config, name: str) -> float:
-    """A setting of `eval` that is the rollout's where it is not set."""
-    own = getattr(config.eval, name)
-    value: float = getattr(config.rollout, name) if own is None else own
-    return value
+def _params(config: Config) -> SamplingParams:
+    from megatron_tlt.trainer.evaluation import eval_params
+    from megatron_tlt.trainer.sampling import sampling_params
+
+    return eval_params(config.eval, sampling_params(config))
 
 
 def _sampling(config: Config) -> str:
     """What decides the accuracy beside temperature and rewards: number, length and sampling of the responses."""
-    shown = {"samples_per_prompt": config.eval.samples_per_prompt, "max_tokens": _in_force(config, "max_tokens")}
-    shown |= {"top_p": _in_force(config, "top_p")}
-    shown |= {name: value for name in ("top_k", "min_p") if (value := _in_force(config, name))}
+    params = _params(config)
+    shown: dict[str, float] = {"samples_per_prompt": config.eval.samples_per_prompt, "max_tokens": params.max_tokens}
+    shown |= {"top_p": params.top_p}
+    shown |= {name: value for name in ("top_k", "min_p") if (value := getattr(params, name))}
     settings = ", ".join(f"eval.{name} = {value}" for name, value in shown.items())
     return f"{settings}, rollout.dtype = {config.rollout.dtype}"
 
@@ -136,7 +138,7 @@ def _cut_warning(config: Config, truncated: float) -> str | None:
     """A warning of accuracies that the limit of length may have decided; `truncated`: share of the responses."""
     if truncated < _MANY_CUT:
         return None
-    limit = f"eval.max_tokens = {_in_force(config, 'max_tokens')}"
+    limit = f"eval.max_tokens = {_params(config).max_tokens}"
     turns = "" if config.env is None else ", or a limit of the environment,"
     return (
         f"{truncated:.1%} of the responses reached {limit}{turns} and have most likely no answer: with a larger one, "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -50,18 +50,24 @@ def math_reward(config: RewardConfig) -> Scorer:
         answer = extract_answer(pattern, sample.text)
         if not answer:
             return 0.0
-        late: ValueError | None = None
-        for reference in references:
-            try:
-                if _equal_in_time(reference, answer, pattern is not None):
-                    return 1.0
-            except ValueError as error:  # another one may be equal
-                late = error
-        if late is not None:
-            raise late
-        return 0.0
+        checks = (partial(_equal_in_time, reference, answer, pattern is not None) for reference in references)
+        return float(_any(checks, ValueError))
 
     return score
+
+
+def _any(checks: Iterable[Callable[[], bool]], late: type[BaseException]) -> bool:
+    """Whether any check holds. Raises the last error `late` of one where none does."""
+    raised: BaseException | None = None
+    for check in checks:
+        try:
+            if check():
+                return True
+        except late as error:  # another one may hold
+            raised = error
+    if raised is not None:
+        raise raised
+    return False
 
 
 def _equal_in_time(reference: str, text: str, is_extracted: bool) -> bool:
@@ -100,17 +106,11 @@ def _is_same(reference: str, answer: str) -> bool:
         return False
     number = quantity(gold)
     amounts, places = _amounts(found, number), decimals(number)
-    late: TimeoutException | None = None
-    try:
-        if _verified(_of_reference(_parsed_number, number), amounts, places):
-            return True
-    except TimeoutException as error:
-        late = error
-    if _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places):
-        return True
-    if late is not None:
-        raise late
-    return False
+    as_numbers = partial(_verified, _of_reference(_parsed_number, number), amounts, places)
+    return _any(
+        (as_numbers, lambda: _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places)),
+        TimeoutException,
+    )
 
 
 def _golds(gold: str, number: str | None) -> tuple[Any, ...]:
@@ -133,18 +133,15 @@ def _amounts(found: str, number: str | None) -> tuple[Any, ...]:
 
 def _verified(golds: tuple[Any, ...], found: tuple[Any, ...], places: int) -> bool:
     """Whether any two are equal. Raises TimeoutException where none are and a comparison took too long."""
-    late: TimeoutException | None = None
-    for pair in product(golds, found):
-        try:
-            if verify(*pair, float_rounding=places, timeout_seconds=_TIMEOUT_S, raise_on_error=True):
-                return True
-        except TimeoutException as error:
-            late = error
-        except Exception:  # noqa: BLE001  of sympy, of any kind: as math-verify does without `raise_on_error`
-            pass
-    if late is not None:
-        raise late
-    return False
+    return _any((partial(_verified_pair, *pair, places) for pair in product(golds, found)), TimeoutException)
+
+
+def _verified_pair(gold: Any, found: Any, places: int) -> bool:
+    try:
+        equal: bool = verify(gold, found, float_rounding=places, timeout_seconds=_TIMEOUT_S, raise_on_error=True)
+    except Exception:  # noqa: BLE001  of sympy, of any kind: as math-verify does without `raise_on_error`
+        return False
+    return equal
 
 
 # sympy takes milliseconds, and the answers to one prompt share the reference and often each other's value.

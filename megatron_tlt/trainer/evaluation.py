@@ -95,6 +95,13 @@ class EvalResult:
         return values | {f"eval/{name}": float(getattr(self, name)) for name in names}
 
 
+def eval_params(section: EvalSection, params: SamplingParams) -> SamplingParams:
+    """Those of an evaluation in a run whose rollouts have `params`."""
+    own = {name: getattr(section, name) for name in ("max_tokens", "top_k", "top_p", "min_p")}
+    own = {name: value for name, value in own.items() if value is not None}
+    return replace(params, temperature=section.temperature, seed=params.seed + _SEED_OFFSET, **own)
+
+
 class Evaluator:
     """Generates and scores responses to a fixed set of prompts; the rollout replicas fetch them from one queue."""
 
@@ -114,9 +121,7 @@ class Evaluator:
         self._first = first_of_each(prompts)
         self._environments = environments
         self._section, self._backend, self._rewards, self._world = section, backend, rewards, queues.world
-        own = {name: getattr(section, name) for name in ("max_tokens", "top_k", "top_p", "min_p")}
-        own = {name: value for name, value in own.items() if value is not None}
-        self.params = replace(params, temperature=section.temperature, seed=params.seed + _SEED_OFFSET, **own)
+        self.params = eval_params(section, params)
         self._draft_bytes = draft_bytes
         self._drafts: dict[tuple[int, int], np.ndarray] = {}  # see `GenerateCall.drafts`; the same on every rank
 

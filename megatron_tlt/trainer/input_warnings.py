@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
@@ -57,8 +58,7 @@ def disk_warning(config: TrainingConfig) -> str | None:
     state = config.state_dir.absolute()
     free = shutil.disk_usage(next(folder for folder in (state, *state.parents) if folder.exists())).free
     size = checkpoint_bytes(config, shape)
-    there = sum(folder.suffix == "" for folder in (state / "checkpoints").glob("step-*"))  # without a killed save's
-    more = max(1, config.checkpoint.keep + 1 - there)
+    more = max(1, config.checkpoint.keep + 1 - len(complete_steps(state / "checkpoints")))
     if free >= more * size:
         return None
     return (

@@ -33,7 +33,7 @@ from megatron_tlt.drafters.training.buffer import HiddenStateBuffer
 from megatron_tlt.drafters.training.fp8 import use_fp8
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
-from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
+from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate, by_width
 from megatron_tlt.drafters.training.training_state import MEAN, STATE_NAMES, TrainingState
 from megatron_tlt.drafters.training.window import Window
 from megatron_tlt.errors import CheckpointError, DrafterError
@@ -106,7 +106,6 @@ class OnlineDrafterTrainer(RunDrafter):
         self._ranks: World | TensorParallel = world or TensorParallel()  # that merge
         self._tokens = sizes.micro_step_tokens
         self._draft_steps = section.online_draft_steps(KINDS[model.config.kind].facts)
-        by_width = min(1.0, _WIDTH / model.config.policy.hidden_size)
         # Of a useless drafter, over lr.
         self._extra_lr = max(0.0, online.start_lr / online.lr - 1.0) if fresh else 0.0
         self._decay, self._merge_share = _MEAN_DECAY, online.merge_share
@@ -131,7 +130,7 @@ class OnlineDrafterTrainer(RunDrafter):
             temperature,
             precision=precision,
             state=self._state,
-            rate=LearningRate(by_width * online.lr, _WARMUP),
+            rate=LearningRate(by_width(model, _WIDTH) * online.lr, _WARMUP),
         )
         self.version = 0  # merges that changed the drafter
         self._merge_seconds = 0.0  # of the last merge that changed the drafter, and of the exchange that followed

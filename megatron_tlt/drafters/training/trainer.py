@@ -42,6 +42,11 @@ class LearningRate:
         return self.peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def by_width(model: DrafterModel, width: int) -> float:
+    """Factor of learning rates that are for hidden sizes up to `width` (Yang et al., arXiv 2203.03466, for Adam)."""
+    return min(1.0, width / model.config.policy.hidden_size)
+
+
 class DrafterTrainer:
     """Trains a drafter under the policy's frozen embedding and LM head; some kinds have a head of their own."""
 
@@ -70,8 +75,7 @@ class DrafterTrainer:
         self.set_policy(embed, head)
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
         if rate is None:
-            by_width = min(1.0, _WIDTH / model.config.policy.hidden_size)
-            rate = LearningRate(by_width * section.lr, _WARMUP, section.num_steps)
+            rate = LearningRate(by_width(model, _WIDTH) * section.lr, _WARMUP, section.num_steps)
         self.rate = rate
 
     @property
