@@ -21,10 +21,23 @@ from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.trainer.pre_rollouts import PreRollouts
 from megatron_tlt.trainer.setup import build_trainer
 
-SLOW_S = 0.4  # what the last rank adds to its rollout, so that the others have time
+SLOW_S = 0.4  # what the last rank adds once the others have ended their rollouts, so that they have time
 SLOW_STEP_S = 0.02  # what its engine's steps take longer with the fault "slow engine"
 GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights
 STEP, PRE_ROLL = Engine.step, PreRollouts._generate
+
+
+def be_last(world: World) -> None:
+    """Returns to the last rank when the others have ended as many rollouts, however late a loaded machine made them."""
+    number = world.store.add(f"ended/{world.rank}", 1)
+    latest = time.monotonic() + 60
+    while world.rank == world.size - 1:
+        if min(world.store.add(f"ended/{rank}", 0) for rank in range(world.size)) == number:
+            time.sleep(SLOW_S)
+            return
+        if time.monotonic() > latest:
+            raise TimeoutError("another rank has ended fewer rollouts for a minute")
+        time.sleep(0.01)
 
 
 def break_it(fault: str, world: World) -> None:
@@ -32,8 +45,8 @@ def break_it(fault: str, world: World) -> None:
 
     def generate(self, *args, **options):
         samples = GENERATE(self, *args, **options)
-        if fault != "slow engine" and world.rank == world.size - 1:
-            time.sleep(SLOW_S)
+        if fault != "slow engine":
+            be_last(world)
         return samples
 
     def learn(self, sample):
