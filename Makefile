@@ -66,7 +66,7 @@ gpu-check: setup  ## What only a GPU can say, in some 15 minutes; ARGS="--parts 
 	$(BIN)/python benchmarks/gpu_check.py --out runs/gpu-check.json $(ARGS)
 
 # For a machine without network that has torch and transformers of its own: docs/guides/gpu_check.md.
-WHEELS := megatron-core|mpi4py|mpich|pydantic|pydantic_core|annotated-types|typing-inspection|ruamel\.yaml|pebble|nvidia-ml-py
+WHEELS := megatron-core|mpi4py|mpich|pydantic|pydantic_core|annotated-types|typing-inspection|ruamel\.yaml|nvidia-ml-py
 PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
 gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without network (Python 3.12)
 	grep -E '^($(WHEELS))==' requirements.txt > .wheels.txt

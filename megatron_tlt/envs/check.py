@@ -14,8 +14,9 @@ from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.envs.process import EnvWorker
 from megatron_tlt.envs.schemas import example_arguments
 from megatron_tlt.envs.worker import Discard, Open, Play
-from megatron_tlt.errors import ConfigProblem, EnvError
+from megatron_tlt.errors import ConfigProblem
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.worker import WorkerError
 
 _TEXTS = ("1", "<answer>2</answer>", "I guess 10, or crane.", "")
 
@@ -31,7 +32,7 @@ def episode_problems(section: EnvSection, prompt: Prompt) -> list[ConfigProblem]
     try:
         futures = [w.do(lambda w=w, n=n: _episode(w, n, prompt, texts)) for n, w in enumerate((*workers, workers[0]))]  # type: ignore[misc]
         first, *others = [future.result() for future in futures]
-    except EnvError as error:
+    except WorkerError as error:
         return [ConfigProblem(field, value, f"fails on prompt {prompt.dataset_id!r}: {error}")]
     finally:
         for worker in workers:
@@ -62,11 +63,12 @@ def _call(tool: ToolSchema) -> str:
 
 
 def _episode(worker: EnvWorker, number: int, prompt: Prompt, texts: Sequence[str]) -> list[str | Step | None]:
-    """The text of `reset` and the answers until the end. In the worker's thread. Raises EnvError."""
+    """The text of `reset` and the answers until the end. In the worker's thread. Raises WorkerError."""
     key = 0, number
     answers: list[str | Step | None] = [worker.ask(Open(prompt))]
     for turn, text in enumerate(texts):
-        (step,) = worker.ask(Play(key, prompt if turn == 0 else None, (text,)))
+        request = Play(key, prompt if turn == 0 else None, (text,))
+        (step,) = worker.ask(request, request.num_calls)
         answers.append(step)
         if step.done:
             break

@@ -19,10 +19,11 @@ from functools import partial
 
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.envs.base import GivenTokens, Step
-from megatron_tlt.envs.process import EnvWorker, T, WorkerLostError
+from megatron_tlt.envs.process import EnvWorker
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError, TltError
 from megatron_tlt.types import Prompt, TurnResult, TurnsEnd
+from megatron_tlt.workers.worker import WorkerError, twice
 
 _log = logging.getLogger(__name__)
 _BEAT_S = 1.0  # of waiting for a reset, between two signs of life
@@ -61,18 +62,18 @@ class EnvironmentPool:
         for number, prompt in enumerate(prompts):
             worker = self.workers[number % len(self.workers)]
             request = Open(_row_of(prompt), self._longest_opening)
-            ask = partial(_twice, partial(worker.ask, request), EnvError)  # one failure would end the run
+            ask = partial(twice, partial(worker.ask, request), WorkerError)  # one failure would end the run
             futures.append(worker.do(ask))
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
             try:
                 openings.append(self._awaited(future))
-            except EnvError as error:
+            except WorkerError as error:
                 raise EnvError(f"the environment gave no opening for prompt {prompt.dataset_id!r}: {error}") from None
         return openings
 
     def _awaited(self, future: Future[str | None]) -> str | None:
-        """The result, with signs of life until it is there. Raises EnvError."""
+        """The result, with signs of life until it is there. Raises WorkerError."""
         self._on_wait()
         while not wait([future], _BEAT_S).done:
             self._on_wait()
@@ -101,14 +102,15 @@ class _Trajectory:
     def play(self, key: Key, longest: int) -> Step:
         """The answer to the last turn, with an observation of up to `longest` characters. In the worker's thread.
 
-        Raises EnvError.
+        Raises EnvError, WorkerError.
         """
         self.worker.ensure_running()
         starts, done = self.played
         is_new = starts != self.worker.starts
         if is_new:
             done = 0
-        steps = self.worker.ask_running(Play(key, self.prompt if is_new else None, tuple(self.turns[done:]), longest))
+        request = Play(key, self.prompt if is_new else None, tuple(self.turns[done:]), longest)
+        steps = self.worker.ask_running(request, request.num_calls)
         again = steps[: len(self.steps) - done]
         if again != self.steps[done:]:
             raise EnvError("the environment is not a function of prompt, seed and turns: played again after its worker "
@@ -125,7 +127,7 @@ class Trajectories:
     def __init__(self, workers: Sequence[EnvWorker], max_turns: int, tokens: GivenTokens):
         self._workers, self._max_turns, self._tokens = workers, max_turns, tokens
         self._running: dict[Key, _Trajectory] = {}
-        self._answers: queue.SimpleQueue[tuple[_Trajectory, Key, Step | EnvError]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[_Trajectory, Key, Step | TltError]] = queue.SimpleQueue()
 
     def submit(self, prompt: Prompt, sample_index: int, turn: int, token_ids: Sequence[int], text: str) -> None:
         key = prompt.prompt_id, sample_index
@@ -175,19 +177,19 @@ class Trajectories:
 
     def _play(self, trajectory: _Trajectory, key: Key) -> None:
         """In the worker's thread."""
-        answer: Step | EnvError
+        answer: Step | TltError
         longest = self._tokens.max_characters + 1  # one more, by which `given` finds that it is cut
         try:
-            answer = _twice(lambda: trajectory.play(key, longest))
-        except EnvError as error:
+            answer = twice(lambda: trajectory.play(key, longest))
+        except (EnvError, WorkerError) as error:
             answer = error
         except Exception as error:  # noqa: BLE001  a turn without any result would hang the rollout
             answer = EnvError(f"{type(error).__name__}: {error}")
         self._answers.put((trajectory, key, answer))
 
-    def _result(self, key: Key, trajectory: _Trajectory, answer: Step | EnvError) -> TurnResult:
+    def _result(self, key: Key, trajectory: _Trajectory, answer: Step | TltError) -> TurnResult:
         seconds = time.perf_counter() - trajectory.submitted
-        if isinstance(answer, EnvError):
+        if isinstance(answer, TltError):
             return self._failed(key, seconds, str(answer))
         if answer.done or len(trajectory.turns) >= self._max_turns:
             self.discard(*key)
@@ -204,23 +206,13 @@ class Trajectories:
         return TurnResult(*key, given=(), seconds=seconds, failure=why)
 
 
-def _twice(ask: Callable[[], T], of: type[EnvError] = WorkerLostError) -> T:
-    """What a worker answers, in the worker's thread. After an error `of` that class it is asked once more. One that is
-    lost is asked in another process: perhaps the request was not the reason.
-    """
-    try:
-        return ask()
-    except of:
-        return ask()
-
-
 def _discard(worker: EnvWorker, key: Key) -> None:
     """In the worker's thread. The trajectory has its result already, so a failure is noted only."""
     if not worker.is_running:  # its environments have ended with it
         return
     try:
         worker.ask_running(Discard(key))
-    except EnvError as error:
+    except WorkerError as error:
         worker.close_failures.append(str(error))
 
 

@@ -1,22 +1,17 @@
 """The inside of an environment worker: a process that holds the environments of many trajectories.
 
-It reads one request at a time from its pipe and answers it with (True, value) or (False, why).
+This module imports no numpy: a worker limits numpy's threads first.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import defaultdict
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from megatron_tlt.errors import TltError, error_line
-from megatron_tlt.workers.child_signals import sigterm_ends_forks
-from megatron_tlt.workers.descendants import Started, keep
-from megatron_tlt.workers.process import end_if_full, forks_ended, limit_memory, note_loaded, set_up
+from megatron_tlt.workers.descendants import Started
+from megatron_tlt.workers.process import forks_ended
 
 if TYPE_CHECKING:
     from megatron_tlt.envs.base import Environment, MakeEnvironment, Step
@@ -31,7 +26,6 @@ class Open:
 
     prompt: Prompt
     longest: int | None = None  # characters of the text that travel
-    num_calls: ClassVar[int] = 1  # of the environment, each with the timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,42 +48,17 @@ class Discard:
     """Ends a trajectory's environment, if the worker has one."""
 
     key: Key
-    num_calls: ClassVar[int] = 1
 
 
 Request: TypeAlias = Open | Play | Discard
 
 
-def serve(pipe: Connection, section_json: str, in_thought: bool, rank: int, cpus: Collection[int] = ()) -> None:
-    """The process. `section_json`: the `EnvSection`; `in_thought`: see `load_environment`; `rank`: process id of the
-    parent; `cpus`: see `set_up`.
-
-    First sends None, or why it cannot load the environment. Ends with the pipe.
-    """
-    set_up(rank, cpus)
-    keep(rank)
-    sigterm_ends_forks()
-    multiprocessing.current_process().daemon = False  # a daemon, as which the rank has started it, may start no process
+def environment_host(section_json: str, in_thought: bool) -> EnvironmentHost:
+    """`section_json`: the `EnvSection`; `in_thought`: see `load_environment`. Raises EnvError."""
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.envs.build import load_environment
 
-    section = EnvSection.model_validate_json(section_json)
-    limit_memory(section.worker_memory_mib)
-    try:
-        host = EnvironmentHost(load_environment(section, in_thought=in_thought))
-    except BaseException as error:  # noqa: BLE001  a user's module may raise anything
-        pipe.send(str(error) if isinstance(error, TltError) else error_line(error))
-        return
-    note_loaded()
-    pipe.send(None)
-    try:
-        while True:
-            is_good, value = host.answer(pipe.recv())
-            if not is_good:
-                end_if_full(value)
-            pipe.send((is_good, value))
-    except (EOFError, OSError):  # the rank has closed its end
-        return
+    return EnvironmentHost(load_environment(EnvSection.model_validate_json(section_json), in_thought=in_thought))
 
 
 class EnvironmentHost:
@@ -100,20 +69,14 @@ class EnvironmentHost:
         self._environments: dict[Key, Environment] = {}
         self._started: dict[Key, Started] = defaultdict(Started)
 
-    def answer(self, request: Request) -> tuple[bool, Any]:
-        """(True, value), or (False, why) after an error of the environment, which stays until it is discarded."""
-        try:
-            with forks_ended():
-                if isinstance(request, Open):
-                    return True, self._open(request)
-                if isinstance(request, Play):
-                    return True, self._play(request)
-                self._discard(request.key)
-        # A user's code may raise anything, even KeyboardInterrupt, which no terminal sends here: the trajectory gets a
-        # recorded failure.
-        except BaseException as error:  # noqa: BLE001
-            return False, error_line(error)
-        return True, None
+    def answer(self, request: Request) -> object:
+        """The answer. After an error of the environment, which may be any, that stays until it is discarded."""
+        with forks_ended():
+            if isinstance(request, Open):
+                return self._open(request)
+            if isinstance(request, Play):
+                return self._play(request)
+            return self._discard(request.key)
 
     def _open(self, request: Open) -> str | None:
         from megatron_tlt.envs.base import as_opening  # not above: it imports numpy

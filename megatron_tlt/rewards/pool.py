@@ -1,33 +1,28 @@
-"""Judging samples in worker processes (`rewards.worker`), with a timeout a sample, by `pebble.ProcessPool`.
+"""Judging samples in worker processes (`rewards.worker`), with a timeout a sample.
 
-The pool kills a worker that exceeds `timeout_s`, notices one that dies, and starts another in its place; the sample
-gets a recorded failure. Workers start with the first samples and wait between steps.
+A sample whose function exceeds `timeout_s` or ends its worker gets a recorded failure, and another worker takes that
+one's place. Workers start with the first samples and wait between steps.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import wait
+from contextlib import closing
 from dataclasses import replace
-
-from pebble import ProcessExpired, ProcessPool
+from functools import partial
 
 from megatron_tlt.config.data import RewardSection
 from megatron_tlt.errors import ConfigError, RewardError
-from megatron_tlt.rewards import worker
 from megatron_tlt.rewards.base import failed, judge, labels
 from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.rewards.worker import RewardHost
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
-from megatron_tlt.workers.process import ended
+from megatron_tlt.workers.worker import Worker, WorkerError, WorkerLateError, WorkerStartError, twice
 
 Job = tuple[Prompt, Sample]
-_START_TIMEOUT_S = 120.0
 _BEAT_S = 1.0  # of waiting for results, between two signs of life
-_STARTS = 3  # of the pool for one list of samples: workers may also die between two samples
 
 
 def trial_line(section: RewardSection, prompt: Prompt) -> str:
@@ -53,24 +48,19 @@ class RewardPool:
         `on_wait` is called every second or so of waiting for results, as a heartbeat. `cpus`: those of the workers, see
         `set_up`.
         """
-        self._section, self._on_wait, self._cpus = section, on_wait, cpus
-        self._pool: ProcessPool | None = None
-        self._ready: Future[str | None] | None = None
+        self._section, self._on_wait = section, on_wait
         if problems := function_problems(section):
             raise ConfigError(problems)
+        make_host = partial(RewardHost, section.model_dump_json())
+        self._new_worker = partial(Worker, make_host, section.worker_memory_mib, section.timeout_s, cpus)
+        self._workers: list[Worker] = []
 
     def warm_up(self) -> None:
         """Starts the workers and returns at once: their imports take seconds."""
-        if self._section.functions and (self._pool is None or not self._pool.active):
-            self.close()
-            arguments = (self._section.model_dump_json(), os.getpid(), self._cpus)
-            self._pool = ProcessPool(
-                self._section.workers,
-                initializer=worker.start,
-                initargs=arguments,
-                context=worker.WorkerContext(),  # type: ignore[arg-type]
-            )
-            self._ready = self._pool.schedule(worker.problem)
+        if self._section.functions and not self._workers:
+            self._workers = [self._new_worker() for _ in range(self._section.workers)]
+        for worker in self._workers:
+            worker.do(worker.ensure_running)
 
     def score(self, groups: Sequence[SampleGroup]) -> str | None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
@@ -96,69 +86,46 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends the workers. Idempotent; a later `score` starts new ones."""
-        if self._pool is not None:
-            self._pool.stop()
-            for process in multiprocessing.active_children():
-                if isinstance(process, worker.RewardProcess):
-                    process.kill_group()
-            self._pool.join()
-            self._pool = None
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
 
     def _score_in_workers(self, jobs: list[Job]) -> list[RewardResult]:
-        results: dict[int, RewardResult] = {}
-        for _ in range(_STARTS):
-            futures = self._schedule({place: job for place, job in enumerate(jobs) if place not in results})
-            for future in self._completed(futures):
-                if not isinstance(future.exception(), BrokenProcessPool):
-                    results[futures[future]] = self._result(future)
-            if len(results) == len(jobs):
-                break
-        lost = failed("no worker could be kept running", self._section.failure_value)
-        return [results.get(place, lost) for place in range(len(jobs))]
-
-    def _completed(self, futures: Iterable[Future[RewardResult]]) -> Iterator[Future[RewardResult]]:
-        """The futures as they end, with signs of life: a slow function is no hang."""
-        left = set(futures)
-        while left:
-            with suppress(TimeoutError):  # of a piece of the wait
-                for future in as_completed(left, _BEAT_S):
-                    left.discard(future)
-                    yield future
-            self._on_wait()
-
-    def _schedule(self, jobs: dict[int, Job]) -> dict[Future[RewardResult], int]:
-        """The futures of jobs, with their places; fewer if the pool breaks meanwhile. Raises RewardError."""
-        futures: dict[Future[RewardResult], int] = {}
+        """Each worker takes the next job when it has done one. Raises RewardError."""
         if not jobs:
-            return futures
+            return []
         self.warm_up()
-        assert self._pool is not None
-        assert self._ready is not None
-        try:
-            problem = self._ready.result(_START_TIMEOUT_S)
-        except (BrokenProcessPool, TimeoutError, ProcessExpired) as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problem is not None:
-            self.close()
-            raise RewardError(f"a reward worker did not start: {problem}")
-        try:
-            for place, job in jobs.items():
-                future = self._pool.schedule(worker.judge_sample, job, timeout=self._section.timeout_s)
-                futures[future] = place
-        except RuntimeError:  # a worker has died between two samples, and the pool with it
-            pass
-        return futures
+        left, results = deque(enumerate(jobs)), dict[int, RewardResult]()
 
-    def _result(self, future: Future[RewardResult]) -> RewardResult:
-        """The result of a finished job, or its failure."""
-        error = future.exception()
-        if error is None:
-            return future.result()
-        if isinstance(error, TimeoutError):
+        def work(worker: Worker) -> None:
+            """In the worker's thread."""
+            while left:
+                try:
+                    place, job = left.popleft()
+                except IndexError:  # another worker has taken it
+                    return
+                results[place] = self._result(worker, job)
+
+        futures = [worker.do(partial(work, worker)) for worker in self._workers]
+        while wait(futures, _BEAT_S).not_done:
+            self._on_wait()  # a slow function is no hang
+        try:
+            for future in futures:
+                future.result()
+        except WorkerStartError as error:
+            self.close()
+            raise RewardError(f"rewards: {error}") from None
+        return [results[place] for place in range(len(jobs))]
+
+    def _result(self, worker: Worker, job: Job) -> RewardResult:
+        """The result of a job, or its failure. Raises WorkerStartError."""
+        try:
+            return twice(partial(worker.ask, job))
+        except WorkerStartError:
+            raise
+        except WorkerLateError:
             names = ", ".join(labels(self._section))  # the worker is gone, and with it which of them was running
             why = f"no result of {names} within {self._section.timeout_s:g} s (rewards.timeout_s)"
-        elif isinstance(error, ProcessExpired):
-            why = ended(error.exitcode)
-        else:  # such as KeyboardInterrupt, which `judge` lets pass
-            why = f"{type(error).__name__}: {error}"
+        except WorkerError as error:
+            why = str(error)
         return failed(why, self._section.failure_value)

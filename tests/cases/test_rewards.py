@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -198,31 +194,3 @@ def test_a_function_that_cannot_give_a_number_is_refused_at_load(tmp_path: Path,
 def test_other_callables_are_accepted_and_several_answers_are_a_list(tmp_path: Path, name: str) -> None:
     (tmp_path / "good.py").write_text(GOOD_FUNCTIONS)
     assert judged(("7",), "7", name="python", path=f"{tmp_path}/good.py:{name}").value == 1.0
-
-
-RANK = """
-import sys, time
-from megatron_tlt.config.data import RewardConfig, RewardSection
-from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.types import Prompt, Sample, SampleGroup
-pool = RewardPool(RewardSection(functions=(RewardConfig(name="exact"),), workers=2))
-group = SampleGroup(Prompt(0, "d", (), "q", "7"), [Sample(0, k, [], [], "7", "stop", 0) for k in range(8)])
-pool.score([group])
-print(sum(r.value for r in group.rewards), flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_killed_job_leaves_no_semaphore_in_shared_memory(tmp_path: Path) -> None:
-    """A named semaphore is a file of /dev/shm that is mapped by the process that made it."""
-    (tmp_path / "rank.py").write_text(RANK)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "rank.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as rank:
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "8.0\n"
-        mapped = Path(f"/proc/{rank.pid}/maps").read_text()
-        inodes = {int(inode) for inode in re.findall(r"(\d+)\s+/dev/shm/", mapped)}
-        os.killpg(rank.pid, signal.SIGKILL)
-    time.sleep(0.2)
-    assert [file.name for file in os.scandir("/dev/shm") if file.inode() in inodes] == []

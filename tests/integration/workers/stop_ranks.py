@@ -44,14 +44,14 @@ def phase_with_signal(self, name):
 
 def give_workers_on(self):
     """One reward worker for all starts of a rank: its imports take as long as a step."""
-    if self._pool is not None:
-        spare.append((self._pool, self._ready))
-        self._pool = None
+    if self._workers:
+        spare.append(self._workers)
+        self._workers = []
 
 
 def take_workers_over(self):
-    if spare and self._pool is None:
-        self._pool, self._ready = spare.pop()
+    if spare and not self._workers:
+        self._workers = spare.pop()
     _warm_up(self)
 
 

@@ -20,6 +20,7 @@ from megatron_tlt.envs.process import EnvWorker
 from megatron_tlt.errors import ConfigError, EnvError
 from megatron_tlt.types import Prompt, TurnResult
 from megatron_tlt.workers.process import WorkerProcess
+from megatron_tlt.workers.worker import WorkerStartError
 from tests.helpers.bound import to_one_cpu
 from tests.helpers.user_errors import without_place
 
@@ -156,7 +157,7 @@ def test_a_trajectory_without_end_of_memory_costs_two_workers_and_fails() -> Non
 def test_an_environment_that_cannot_be_loaded_fails_every_turn() -> None:
     with trajectories("Missing") as (pool, turns):
         assert "has no 'Missing'" in str(play(turns, {0: "a"}, 0)[0].failure)
-        with pytest.raises(EnvError, match="no opening for prompt 'd:0': an environment worker did not start"):
+        with pytest.raises(EnvError, match="no opening for prompt 'd:0': a worker did not start"):
             pool.openings(PROMPTS)
 
 
@@ -203,7 +204,7 @@ def test_a_worker_that_starts_while_the_pool_closes_is_killed(monkeypatch: pytes
         worker._is_closed = True
 
     monkeypatch.setattr(WorkerProcess, "start", start_and_close)
-    with pytest.raises(EnvError, match="are closed"):
+    with pytest.raises(WorkerStartError, match="are closed"):
         worker.do(worker.ensure_running).result()
     worker.close()
     assert len(started) == 1 and not started[0].is_alive()

@@ -104,8 +104,11 @@ _KEPT: list[bytes] = []
 
 
 def keeps(prompt: str, answer: str | None, response: str, metadata: dict[str, Any]) -> float:
-    """Keeps as many MiB as the response says for good."""
-    _KEPT.append(bytes(int(response) << 20))
+    """Keeps as many MiB as the response says for good; "all": as many as there are."""
+    while True:
+        _KEPT.append(bytes(int(response.replace("all", "100")) << 20))
+        if response != "all":
+            break
     return float(len(_KEPT))
 
 
