@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.rollout_cache import Fingerprint
     from megatron_tlt.types import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 def response_identity(
@@ -69,6 +72,7 @@ def cache_beside(
     enabled, directory = ranks.broadcast_object(enabled), Path(f"{out}.{UNFINISHED}")
     if enabled and ranks.is_main:
         directory.parent.mkdir(parents=True, exist_ok=True)
+        _log.info("finished responses are kept in %s until all are there: the same command goes on with them", directory)
     cache = RolloutCache(
         RolloutCacheSection(enabled=enabled),
         directory,
