@@ -15,9 +15,9 @@ from megatron_tlt.data.hashing import stamp
 from megatron_tlt.errors import CheckpointError, DataError
 
 # Names of a tokenizer's files of any version of the library: those with tokens, and all of them, templates included.
-_VOCABULARY = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+_VOCABULARY = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 TOKENIZER_FILES = (
-    *_VOCABULARY, "tekken.json", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    *_VOCABULARY, "tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "chat_template*",
     "additional_chat_templates",
 )  # fmt: skip
 _opened: dict[str, HFTokenizer] = {}  # the last one
@@ -39,8 +39,11 @@ class HFTokenizer:
             self._tokenizer = _open(directory)
         except Exception as error:  # `tokenizers` has no class of its own for a damaged file
             raise CheckpointError(f"{directory}: no usable tokenizer: {error}") from error
-        if not has_tokenizer(directory):  # of config.json alone `transformers` makes an empty one
+        # Of configurations alone, and of files of another class, `transformers` makes an empty one.
+        if not has_tokenizer(directory):
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
+        if self.vocabulary().keys() <= self.added_tokens:
+            raise CheckpointError(f"{directory}: no usable tokenizer: its vocabulary has added tokens only")
         self._eos = _eos_ids(directory, self._tokenizer)
         self._begin = _begin_ids(directory, self._tokenizer)
         # SentencePiece's "\u2581a": the beginning of a text has a mark that the same text within another one lacks.
@@ -219,7 +222,7 @@ def read_tokenizer(directory: Path, rows: int | None, template: TemplateSettings
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether the directory has a file with a name of a Hugging Face tokenizer's files. Imports no `transformers`."""
+    """Whether the directory has a file with the name of a Hugging Face vocabulary. Imports no `transformers`."""
     return any(any(directory.glob(name)) for name in _VOCABULARY)
 
 

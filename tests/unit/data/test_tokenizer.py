@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from megatron_tlt.data.detokenizer import IncrementalDecoder
-from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
 from megatron_tlt.errors import CheckpointError
 from tests.helpers.chat_models import save_bytes
 
@@ -104,9 +104,17 @@ def test_unusable_directories_are_refused(tmp_path: Path) -> None:
         HFTokenizer(save(tmp_path / "no eos", eos=None))
     with pytest.raises(CheckpointError, match="no chat template"):
         HFTokenizer(save(tmp_path / "no template", template=None)).encode_chat("hi")
-    # Of its config.json alone `transformers` makes a tokenizer without a vocabulary.
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 2}')
-    with pytest.raises(CheckpointError, match="no tokenizer files"):
+    # Of these configurations alone, and of another class's files, `transformers` makes one without a vocabulary.
+    for name, text in (
+        ("config.json", '{"model_type": "qwen2", "eos_token_id": 2}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "Qwen2Tokenizer"}'),
+    ):
+        (tmp_path / name).write_text(text)
+        assert not has_tokenizer(tmp_path)
+        with pytest.raises(CheckpointError, match="no tokenizer files"):
+            HFTokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(CheckpointError, match="its vocabulary has added tokens only"):
         HFTokenizer(tmp_path)
 
 
