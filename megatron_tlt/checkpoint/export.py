@@ -106,6 +106,7 @@ def write_adapter(
 ) -> str:
     """Writes a run's adapters as a PEFT directory, and its drafter as OUT/drafter, on rank 0; says what it wrote.
 
+    Neither names its base where that is `model.megatron_path`: the text says so.
     `out` appears whole or not at all, with `overwrite` in the place of an older export of adapters.
     Collective. Raises CheckpointError, ConfigError.
     """
@@ -118,14 +119,16 @@ def write_adapter(
     with new_directory(out, ADAPTER_EXPORT, source.num_factor_bytes, ranks, overwrite, [checkpoint]) as scratch:
         if ranks.is_main:
             source.write_peft(scratch, config, DTYPES[dtype])
-            return _write_drafter(checkpoint, scratch, config, Path(model.path), out)
+            base = model.megatron_path
+            said = _write_drafter(checkpoint, scratch, config, None if base else Path(model.path), out)
+            return said if base is None else f"{said}; the base is {base}: tools/convert_megatron_to_hf.py writes it"
     return ""
 
 
-def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, policy: Path, out: Path) -> str:
+def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, policy: Path | None, out: Path) -> str:
     """Writes the checkpoint's drafter, if it has one, as SCRATCH/drafter; what the directory `out` holds, in words.
 
-    `policy`: the Hugging Face directory that the drafter belongs to.
+    `policy`: the Hugging Face directory that the drafter belongs to; None where there is none.
     """
     manifest, file = read_manifest(checkpoint), checkpoint / DRAFTER_STATE
     said = f"policy version {manifest.policy_version}"
@@ -138,6 +141,6 @@ def _write_drafter(checkpoint: Path, scratch: Path, config: ModelConfig, policy:
         state["model"],
         policy_version=manifest.policy_version,
         trained_steps=int(state["trained_steps"]),
-        fingerprint=policy_fingerprint(policy),
+        fingerprint="" if policy is None else policy_fingerprint(policy),
     )
     return f"{said}, drafter in {out / 'drafter'}"

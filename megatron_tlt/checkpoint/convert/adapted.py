@@ -89,13 +89,18 @@ class AdaptedReader:
         return sum(4 * torch.Size(shape).numel() for _, shape in self._factors.values())
 
     def write_peft(self, out: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        """Writes the factors as a PEFT directory into `out`, which exists; `check` comes before. Raises OSError."""
+        """Writes the factors as a PEFT directory into `out`, which exists; `check` comes before. Raises OSError.
+
+        It names no base where that is `model.megatron_path`, which PEFT cannot load.
+        """
         tensors: dict[str, Tensor] = {}
         for name in self._factors:
             whole, stored = self.factor(name).to(dtype), stored_factors(config, name)
             parts = whole if len(stored) > 1 else (whole.reshape(whole.shape[-2:]),)
             tensors |= {key: part.contiguous() for key, part in zip(stored, parts, strict=True)}
         write_tensors(out / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
-        base, revision = hub_name(self.model.path) or (self.model.path, None)  # for other machines
+        base, revision = None, None
+        if self.model.megatron_path is None:
+            base, revision = hub_name(self.model.path) or (self.model.path, None)  # for other machines
         described = adapter_config(self.lora, config, self._factors, base, revision)
         (out / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -64,9 +64,12 @@ def stored_factors(config: ModelConfig, name: str) -> tuple[str, ...]:
 
 
 def adapter_config(
-    lora: LoraSection, config: ModelConfig, names: Mapping[str, Any], base: str, revision: str | None = None
+    lora: LoraSection, config: ModelConfig, names: Mapping[str, Any], base: str | None, revision: str | None = None
 ) -> dict[str, Any]:
-    """The content of adapter_config.json for the factors `names` of the model `base`, on a hub with its `revision`."""
+    """The content of adapter_config.json for the factors `names` of the model `base`, on a hub with its `revision`.
+
+    `base`: None for one that PEFT cannot load.
+    """
     modules = {stored.rsplit(".", 3)[1] for name in names for stored in stored_factors(config, name)}
     return {
         **_PLAIN,

@@ -19,16 +19,22 @@ from tests.helpers.tiny_models import TINY
 COMMIT = 40 * "0"
 
 
+HUB = f"/cache/models--Qwen--Qwen3-8B/snapshots/{COMMIT}"
+
+
 @pytest.mark.parametrize(
-    ("path", "base", "revision"),
+    ("path", "megatron_path", "base", "revision"),
     [
-        (f"/cache/models--Qwen--Qwen3-8B/snapshots/{COMMIT}", "Qwen/Qwen3-8B", COMMIT),
-        ("/models/Qwen3-8B", "/models/Qwen3-8B", None),
+        (HUB, None, "Qwen/Qwen3-8B", COMMIT),
+        ("/models/Qwen3-8B", None, "/models/Qwen3-8B", None),
+        (HUB, "/models/tuned", None, None),  # other weights than those of the name
     ],
 )
-def test_a_base_of_the_hub_has_its_name_there(tmp_path: Path, path: str, base: str, revision: str | None) -> None:
+def test_a_base_of_the_hub_has_its_name_there(
+    tmp_path: Path, path: str, megatron_path: str | None, base: str | None, revision: str | None
+) -> None:
     checkpoint: Any = SimpleNamespace(directory=tmp_path)
-    reader = AdaptedReader(checkpoint, ModelSection(path=path), LoraSection(rank=2))
+    reader = AdaptedReader(checkpoint, ModelSection(path=path, megatron_path=megatron_path), LoraSection(rank=2))
     reader.write_peft(tmp_path, TINY, torch.float32)
     said = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
     assert (said["base_model_name_or_path"], said["revision"]) == (base, revision)
