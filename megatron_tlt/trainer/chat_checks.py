@@ -83,18 +83,21 @@ def plain_prompt_warning(tokenizer: HFTokenizer, prompts: Sequence[Prompt]) -> s
 
 
 def chat_warnings(config: TrainingConfig) -> list[str]:
-    """Variables that the run's chat template does not read, and a template in a file that tokenizers do not read.
+    """Variables that the run's chat template does not read, and a tokenizer without a template that it reads.
 
     For a configuration without problems.
     """
-    tokenizer, section = tokenizer_here(config), config.chat
+    tokenizer, name, section = tokenizer_here(config), config.chat_name, config.chat
     if tokenizer is None or not section.chat_template:
         return []
-    of_processor = Path(tokenizer.name) / "chat_template.json"
-    if of_processor.is_file() and tokenizer.template is None:
-        return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
-                "its text in chat_template.jinja would be used")]  # fmt: skip
-    return unread_warnings(tokenizer, f"{config.chat_name}.chat_template_kwargs", section.chat_template_kwargs)
+    if tokenizer.template is None:
+        of_processor = Path(tokenizer.name) / "chat_template.json"
+        if of_processor.is_file():
+            return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
+                    "its text in chat_template.jinja would be used")]  # fmt: skip
+        what = f"{tokenizer.name} has no chat template: prompts are plain text"
+        return [f"{what}; {name}.chat_template=false says that this is meant"]
+    return unread_warnings(tokenizer, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
 
 
 def unread_tools(config: Config, tools: Sequence[dict[str, Any]]) -> str | None:

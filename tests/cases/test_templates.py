@@ -82,11 +82,18 @@ def test_tools_that_the_template_does_not_show_are_a_warning(
         assert (said in capsys.readouterr().out) is not is_shown
 
 
-def test_a_template_that_only_processors_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = chat_model(tmp_path / "m", None)
+def test_a_template_that_is_not_there_or_that_only_processors_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, row = chat_model(tmp_path / "m", None), {"prompt": "1 + 2", "answer": "3"}
+    text = f"{model} has no chat template: prompts are plain text; data.chat_template=false says that this is meant"
+    for options, is_said in ([], True), (["data.chat_template=false"], False):
+        assert main(arguments("check", model, row, *options)) == 0
+        assert (text in capsys.readouterr().out) is is_said
     (model / "chat_template.json").write_text(json.dumps({"chat_template": QWEN3}))
-    assert main(arguments("check", model, {"prompt": "1 + 2", "answer": "3"})) == 0
-    assert "chat_template.json is read for processors of images only" in capsys.readouterr().out
+    assert main(arguments("check", model, row)) == 0
+    printed = capsys.readouterr().out
+    assert "chat_template.json is read for processors of images only" in printed and text not in printed
 
 
 @pytest.mark.parametrize(
