@@ -24,6 +24,13 @@ from megatron_tlt.config.model import ArchitectureConfig
 DrafterName = Literal["none", "suffix", "eagle", "eagle3", "dspark"]
 
 
+def vllm_layers_problem(family: str) -> str | None:
+    """Why vLLM runs no drafter that reads layers of a policy of this family; None where it does. Of those with experts
+    its Qwen3-MoE alone gives their outputs.
+    """
+    return f"vLLM gives no layer's output of a {family} policy" if family in ("qwen2_moe", "mixtral") else None
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterFacts:
     """Facts of a kind of trained drafter that planning, checks and simulation need."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field, NonNegativeInt
 
 from megatron_tlt.config.base import FilePath, Section
+from megatron_tlt.config.drafter_kinds import vllm_layers_problem
 from megatron_tlt.errors import ConfigProblem, Problems
 
 if TYPE_CHECKING:
@@ -79,9 +80,8 @@ class VllmSection(EngineProcessSection):
         if config.idle.train_drafter and config.hidden_states_of == "engine" and self.hidden_mib < least:
             allowed = f"must be >= {least} with idle.train_drafter: a request of full length, or nothing is trained on"
             yield ConfigProblem("rollout.vllm.hidden_mib", self.hidden_mib, allowed)
-        reads_layers = speculation.state_parts > 1
-        if shape is not None and shape.num_experts and reads_layers and shape.family != "qwen3_moe":
-            allowed = f"reads layers of the policy, which vLLM does not hand out for a {shape.family} policy"
+        if shape is not None and speculation.state_parts > 1 and (problem := vllm_layers_problem(shape.family)):
+            allowed = f"must be none, suffix or eagle with rollout.backend: vllm: {problem}"
             yield ConfigProblem("rollout.speculation.drafter", speculation.drafter, allowed)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.drafter_kinds import DrafterFacts
+from megatron_tlt.config.drafter_kinds import DrafterFacts, vllm_layers_problem
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.decoder import DrafterDecoder
 from megatron_tlt.drafters.loss import LossInputs
@@ -113,8 +113,9 @@ class DrafterKind(ABC, Generic[ConfigT, ModelT]):
         """Raises ConfigError, with the formats of an export that do, where there is an `engine_problem`."""
         if problem := self.engine_problem(config, engine):
             others = [form for form in FORMATS if form == "hf" or self.engine_problem(config, form) is None]
-            instead = "train a drafter of kind eagle3, which every format takes, or use --format"
-            raise ConfigError.of("format", engine, f"{problem}: {instead} {' or '.join(others)}")
+            kind = "eagle" if engine == "vllm" and vllm_layers_problem(config.policy.family) else "eagle3"
+            instead = f"train a drafter of kind {kind}, or use --format {' or '.join(others)}"
+            raise ConfigError.of("format", engine, f"{problem}: {instead}")
 
     @abstractmethod
     def engine_files(

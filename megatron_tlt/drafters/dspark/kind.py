@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.block_drafters import CONV_GROUP, NUM_CANDIDATES, block_shape
-from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.drafter_kinds import DRAFTERS, vllm_layers_problem
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.base import (
     ENGINES,
@@ -83,6 +83,8 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
     def engine_problem(self, config: BlockConfig, engine: Format) -> str | None:
         if engine == "trtllm":
             return "TensorRT-LLM has no drafter of kind dspark for dense policies"
+        if engine == "vllm" and (problem := vllm_layers_problem(config.policy.family)):
+            return problem
         if not config.layer.qk_norm or config.layer.qkv_bias:
             return f"{ENGINES[engine]} runs block drafters with layers of Qwen3's form only"
         if config.reduced and not config.markov_rank:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.drafter_kinds import DRAFTERS
+from megatron_tlt.config.drafter_kinds import DRAFTERS, vllm_layers_problem
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.base import ENGINES, ExportFiles, Format, cast_tensors
 from megatron_tlt.drafters.eagle.config import Eagle3Config
@@ -54,7 +54,9 @@ class Eagle3Kind(PairKind[Eagle3Config]):
         return Eagle3Config.of(policy, tuple(layers), size, layer, bool(about.get("norm_before_residual")))
 
     def engine_problem(self, config: Eagle3Config, engine: Format) -> str | None:
-        is_known = engine == "vllm" or not config.norm_before_residual
+        if engine == "vllm":
+            return vllm_layers_problem(config.policy.family)
+        is_known = not config.norm_before_residual
         return None if is_known else f"{ENGINES[engine]} has no EAGLE-3 drafter with norm_before_residual"
 
     def engine_files(

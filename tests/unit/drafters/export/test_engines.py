@@ -21,6 +21,7 @@ from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.hf.config import ModelConfig, RopeScaling
 from tests.helpers import engine_drafters
+from tests.helpers.pairs import block_config
 from tests.helpers.tiny_drafters import (
     DEEP,
     FAMILIES,
@@ -32,6 +33,7 @@ from tests.helpers.tiny_drafters import (
     random_sequence,
     spread,
 )
+from tests.helpers.tiny_models import moe_config
 
 STEPS, LENGTH = 4, 20
 SCALED = {"rope_theta": 5000.0, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)}
@@ -125,18 +127,43 @@ def test_hf_is_a_drafter_directory_with_a_card(tmp_path) -> None:
     assert {"hf", *ENGINES["eagle3"]} == set(FORMATS)
 
 
+def of_experts(family: str) -> ModelConfig:
+    return replace(moe_config(family, 101), num_layers=LAYERS)
+
+
+LAYERS_READ = (
+    "format = 'vllm': vLLM gives no layer's output of a {} policy: train a drafter of kind eagle, or use .* hf"
+)
+
+
 @pytest.mark.parametrize(
-    ("kind", "policy", "says"),
+    ("kind", "config", "says"),
     [
-        ("trtllm", "llama", r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 .*or use --format hf or sglang or vllm$"),
-        ("sglang", "qwen3", r"format = 'sglang': SGLang has no EAGLE-1 drafter whose attention normalises"),
-        ("vllm", "qwen3", r"format = 'vllm': vLLM has no EAGLE-1 drafter .*or use --format hf$"),
+        (
+            "trtllm",
+            EagleConfig.of(FAMILIES["llama"]),
+            r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 .*or use --format hf or sglang or vllm$",
+        ),
+        (
+            "sglang",
+            EagleConfig.of(FAMILIES["qwen3"]),
+            r"format = 'sglang': SGLang has no EAGLE-1 drafter whose attention normalises",
+        ),
+        ("vllm", EagleConfig.of(FAMILIES["qwen3"]), r"format = 'vllm': vLLM has no EAGLE-1 .*or use --format hf$"),
+        ("vllm", Eagle3Config.of(of_experts("mixtral")), LAYERS_READ.format("mixtral")),
+        ("vllm", block_config(of_experts("qwen2_moe")), LAYERS_READ.format("qwen2_moe")),
     ],
 )
-def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, policy, says, tmp_path) -> None:
+def test_what_an_engine_cannot_run_is_refused_and_nothing_written(kind, config, says, tmp_path) -> None:
     with pytest.raises(ConfigError, match=says):
-        export(tmp_path, EagleConfig.of(FAMILIES[policy]), kind)
+        export(tmp_path, config, kind)
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
+def test_vllm_runs_every_kind_for_qwen3_with_experts_but_eagle_for_the_others() -> None:
+    policy = of_experts("qwen3_moe")
+    for config in (Eagle3Config.of(policy), block_config(policy), EagleConfig.of(of_experts("mixtral"))):
+        assert KINDS[config.kind].engine_problem(config, "vllm") is None
 
 
 EAGLE3_WEIGHTS = random_drafter(CONFIGS["eagle3 qwen3"])
