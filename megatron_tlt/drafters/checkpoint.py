@@ -148,10 +148,10 @@ def _fingerprint(about: Mapping[str, Any]) -> str:
 
 
 def drafter_problems(
-    speculation: SpeculationSection, policy: ModelConfig, model: str | Path, backend: BackendName = "embedded"
+    speculation: SpeculationSection, policy: ModelConfig, model: str | Path | None, backend: BackendName = "embedded"
 ) -> list[ConfigProblem]:
     """Problems of the policy in `model`, of shape `policy`, and of the rollout engine with the configured drafter,
-    which is read.
+    which is read. `model`: None where the policy starts from `model.megatron_path`, which no drafter is compared with.
     """
     at, path = "rollout.speculation.drafter_path", speculation.drafter_path
     if speculation.trained is None:
@@ -167,7 +167,11 @@ def drafter_problems(
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
     found = _engine_problems(at, path, drafter.config, backend)
-    return found if speculation.allow_other_policy else found + other_policy_problems(at, path, drafter, model)
+    return (
+        found
+        if model is None or speculation.allow_other_policy
+        else found + other_policy_problems(at, path, drafter, model)
+    )
 
 
 def _engine_problems(field: str, path: str, config: DrafterConfig, backend: BackendName) -> list[ConfigProblem]:
@@ -197,9 +201,11 @@ def other_policy_problems(
     return [ConfigProblem(field, str(path), f"{text}: {why}; {accepts}") for text in found]
 
 
-def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig, argument: Path | None = None) -> list[str]:
+def drafter_warnings(
+    speculation: SpeculationSection, policy: ModelConfig, argument: Path | None = None, in_megatron: bool = False
+) -> list[str]:
     """What is guessed, not read, or not checked of the configured drafter, or of the one that `argument`, a command's
-    --drafter, gives.
+    --drafter, gives. `in_megatron`: the policy starts from `model.megatron_path`.
     """
     path = speculation.drafter_path if argument is None else argument
     if speculation.trained is None or path is None:
@@ -212,6 +218,8 @@ def drafter_warnings(speculation: SpeculationSection, policy: ModelConfig, argum
         found, is_checked = [], bool(_fingerprint(about))
     if not is_checked:
         found.append("has nothing of the policy that it was made for: not checked")
+    elif in_megatron and not speculation.allow_other_policy:
+        found.append("not checked: the policy starts from model.megatron_path")
     field = "rollout.speculation.drafter_path" if argument is None else "--drafter"
     return [f"{field} = {path}: {text}" for text in found]
 

@@ -156,4 +156,5 @@ def _of_drafter(config: Config) -> list[str]:
         return []
     from megatron_tlt.drafters.checkpoint import drafter_warnings  # here, for it needs torch
 
-    return drafter_warnings(config.rollout.speculation, ModelConfig.from_hf(config.model.path))
+    policy, in_megatron = ModelConfig.from_hf(config.model.path), not config.reads_weights
+    return drafter_warnings(config.rollout.speculation, policy, in_megatron=in_megatron)

@@ -246,7 +246,8 @@ def _problems_of_large_files(config: TrainingConfig, device: Device | None) -> l
         found += _hf_weight_problems("algorithm.teacher", rl.algorithm.teacher, teacher)
     path = rl.rollout.speculation.drafter_path
     if shape is not None and (path is None or Path(path).exists()):
-        found += _drafter_problems(rl.rollout.speculation, shape, config.model.path, rl.rollout.backend)
+        model = config.model.path if config.reads_weights else None
+        found += _drafter_problems(rl.rollout.speculation, shape, model, rl.rollout.backend)
     return found
 
 
@@ -351,10 +352,10 @@ def _adapter_problems(config: TrainingConfig, shape: ModelConfig) -> list[Config
 
 
 def _drafter_problems(
-    section: SpeculationSection, shape: ModelConfig, model: str | Path, backend: BackendName = "embedded"
+    section: SpeculationSection, shape: ModelConfig, model: str | Path | None, backend: BackendName = "embedded"
 ) -> list[ConfigProblem]:
-    """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one, or is of a form
-    that the rollout engine lacks.
+    """A trained drafter that does not fit the model of `shape` in `model`, or was made for another one (None: not
+    compared), or is of a form that the rollout engine lacks.
     """
     if section.trained is None:
         return []

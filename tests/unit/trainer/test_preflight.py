@@ -256,6 +256,12 @@ def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
     save_drafter(tmp_path / "drafter", EagleConfig.of(EAGLE), random_drafter(EAGLE))
     assert missing_files(config) == []
     assert "Ranks: 1" in check_report(config, 1)
+    save_drafter(tmp_path / "drafter", EagleConfig.of(EAGLE), random_drafter(EAGLE), fingerprint="0123")
+    with pytest.raises(ConfigError, match=r"drafter_path.*was made for a policy with another embedding"):
+        check_report(config, 1)
+    in_megatron = config.model.model_copy(update={"megatron_path": str(tmp_path / "tuned")})  # other weights
+    report = check_report(config.model_copy(update={"model": in_megatron}), 1, elsewhere=True)
+    assert "drafter: not checked: the policy starts from model.megatron_path" in report
     wider = replace(EAGLE, intermediate_size=64)
     save_drafter(tmp_path / "drafter", EagleConfig.of(wider), random_drafter(wider))
     with pytest.raises(ConfigError, match=r"drafter_path.*layer\.mlp\.up_proj\.weight has shape \(64, 32\)"):
