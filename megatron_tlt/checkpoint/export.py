@@ -16,6 +16,7 @@ from megatron_tlt.checkpoint.companions import copy_run_companions
 from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.resume import checkpoint_problems
+from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.drafters.checkpoint import read_drafter_config, save_drafter
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
@@ -36,13 +37,14 @@ EXPORT, ADAPTER_EXPORT = "export", "export --adapter"
 
 
 def write_hf(policy: MegatronPolicy, world: World, model: ModelSection, out: Path, dtype: str) -> None:
-    """Writes every tensor, config.json and the tokenizer's files on rank 0. Collective.
+    """Writes every tensor, config.json (the model's with another type) and the tokenizer's files on rank 0. Collective.
 
     An existing model in `out` is replaced only when the new one is whole. Raises CheckpointError.
     """
     weights = policy.named_weights()
     if world.is_main:
-        save_hf(out, policy.config, weights, dtype=DTYPES[dtype])
+        hf_config = read_object(Path(model.path) / "config.json")
+        save_hf(out, policy.config, weights, dtype=DTYPES[dtype], hf_config=hf_config)
         copy_run_companions(Path(model.path), Path(model.tokenizer_path), out)
     else:
         for _ in weights:  # every rank takes part in gathering each tensor

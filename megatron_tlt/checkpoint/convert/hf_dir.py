@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +58,6 @@ def choose_dtype(stored: Iterable[torch.dtype], asked: str | None) -> torch.dtyp
         return types.pop()
     found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
     raise ConfigError.of("--dtype", None, f"must be given, fp32 or bf16: the weights are stored as {found}")
-
-
-def config_with_dtype(hf_config: dict[str, Any], dtype: torch.dtype) -> str:
-    """The text of a config.json that names the type of the weights beside it, under the keys it used before."""
-    keys = [key for key in ("dtype", "torch_dtype") if key in hf_config] or ["torch_dtype"]
-    word = str(dtype).removeprefix("torch.")
-    return json.dumps({**hf_config, **dict.fromkeys(keys, word)}, indent=2) + "\n"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

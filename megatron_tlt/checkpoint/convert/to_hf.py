@@ -18,12 +18,12 @@ from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.atomic import new_directory
 from megatron_tlt.checkpoint.companions import copy_companions
 from megatron_tlt.checkpoint.convert.adapted import AdaptedReader
-from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype, config_with_dtype
+from megatron_tlt.checkpoint.convert.hf_dir import choose_dtype
 from megatron_tlt.config.json_reader import read_object
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.writer import TensorFile, split_into_files, weight_file_name, write_index
+from megatron_tlt.models.hf.writer import TensorFile, config_with_dtype, split_into_files, weight_file_name, write_index
 from megatron_tlt.observe.files import naming
 
 COMMAND = "convert_megatron_to_hf"

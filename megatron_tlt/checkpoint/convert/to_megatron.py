@@ -36,11 +36,11 @@ from megatron_tlt.checkpoint.companions import copy_companions
 from megatron_tlt.checkpoint.convert.hf_dir import (
     HfDir,
     choose_dtype,
-    config_with_dtype,
     dtype_name,
 )
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.models.hf.writer import config_with_dtype
 from megatron_tlt.observe.files import naming, sync
 
 COMMAND = "convert_hf_to_megatron"

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -108,10 +109,12 @@ def save_hf(
     named_tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = 4 << 30,
+    hf_config: dict[str, Any] | None = None,
 ) -> None:
     """Writes safetensors (several above `max_shard_bytes`), the index if there are several, and config.json.
 
-    Holds one tensor in memory. An existing model in `directory` is replaced only once the new one is
+    `hf_config`: entries of the config.json that `config` was read from, all of which are kept; default: those of
+    `config`. Holds one tensor in memory. An existing model in `directory` is replaced only once the new one is
     complete on disk; other files there (tokenizer, ...) stay. Raises CheckpointError on missing, extra or
     misshapen tensors.
     """
@@ -138,8 +141,15 @@ def save_hf(
         if file_of:
             raise CheckpointError(f"cannot save {directory}: missing {shortened(list(file_of))}")
         write_index(scratch, config, files, sum(sizes))
-        text = json.dumps(config.to_hf(str(dtype).removeprefix("torch.")), indent=2) + "\n"
+        text = config_with_dtype(config.to_hf() if hf_config is None else hf_config, dtype)
         (scratch / CONFIG).write_text(text, encoding="utf-8")
+
+
+def config_with_dtype(hf_config: dict[str, Any], dtype: torch.dtype) -> str:
+    """The text of a config.json that names the type of the weights beside it, under the keys it used before."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in hf_config] or ["torch_dtype"]
+    word = str(dtype).removeprefix("torch.")
+    return json.dumps({**hf_config, **dict.fromkeys(keys, word)}, indent=2) + "\n"
 
 
 def write_tensors(file: Path, named: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_tlt.checkpoint import export
-from megatron_tlt.checkpoint.export import write_adapter
+from megatron_tlt.checkpoint.export import write_adapter, write_hf
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
@@ -19,6 +19,19 @@ from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer
 from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.tiny_drafters import CONFIG, random_drafter
 from tests.helpers.tiny_models import random_tensors
+
+
+def test_a_trained_model_keeps_entries_of_config_json_that_are_not_known(tmp_path: Path) -> None:
+    """Of `sft` as of `export`."""
+    weights = [*random_tensors(CONFIG.parameter_shapes())]
+    save_hf(tmp_path / "model", CONFIG, weights)
+    about = json.loads((tmp_path / "model/config.json").read_text()) | {"new": [1], "architectures": ["Own"]}
+    (tmp_path / "model/config.json").write_text(json.dumps(about))
+    policy, world = SimpleNamespace(config=CONFIG, named_weights=lambda: weights), SimpleNamespace(is_main=True)
+    world.wait_for_all = lambda: None
+    write_hf(policy, world, ModelSection(path=str(tmp_path / "model")), tmp_path / "out", "bf16")  # type: ignore[arg-type]
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == about | {"torch_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize("in_megatron", [False, True])
