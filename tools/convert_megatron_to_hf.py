@@ -8,6 +8,7 @@ mpiexec -n 4 python -m mpi4py tools/convert_megatron_to_hf.py ...         # the 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-file-gib", type=float, default=4.0, help="split safetensors above this size")
     command.add_output(parser)
     args = parser.parse_args(argv)
-    if args.max_file_gib <= 0:
-        parser.error("--max-file-gib must be above 0")
+    if not 0 < args.max_file_gib < math.inf:
+        parser.error(f"argument --max-file-gib: must be above 0 and finite, not {args.max_file_gib:g}")
 
     def plan(ranks: Ranks) -> HfConversion:
         if args.config is not None:

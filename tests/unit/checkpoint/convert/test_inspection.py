@@ -170,6 +170,14 @@ def test_a_checkpoint_of_a_run_is_for_export(place, tmp_path, capsys):
     assert "is a checkpoint of a run, which `megatron-tlt export CONFIG --out DIR` writes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
+def test_a_size_of_files_that_is_none_is_refused(size, tmp_path, capsys):
+    given = ["--megatron", str(tmp_path), "--out", str(tmp_path / "out"), f"--max-file-gib={size}"]
+    with pytest.raises(SystemExit, match="2"):
+        convert_megatron_to_hf.main(given)
+    assert f"argument --max-file-gib: must be above 0 and finite, not {size}" in capsys.readouterr().err
+
+
 def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypatch):
     hf, out, back = str(place / "hf"), str(tmp_path / "mg"), str(tmp_path / "back")
     there = ["--hf", hf, "--out", out]
