@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-import torch
-from inspection import Difference, Opened, is_saved_again, weights_digest
+from inspection import Difference, Opened, weights_digest
 
 from megatron_tlt.actor.checkpoint_files import record_of
-from megatron_tlt.actor.hf_names import slots
 from megatron_tlt.checkpoint.atomic import gib, problem_of
 from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
@@ -28,10 +24,8 @@ from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.together import Ranks, SingleProcess, together
 from megatron_tlt.errors import ConfigError, TltError, printable, shortened
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.writer import stored_names
 
 Todo = TypeVar("Todo")
-_LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def run(name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int]) -> int:
@@ -75,7 +69,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an older conversion in --out")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored")
-    parser.add_argument("--dry-run", action="store_true", help="check, print the mapping and sizes, write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check, print model and sizes, write nothing")
 
 
 def check_output(args: argparse.Namespace, command: str, sources: Iterable[Path], ranks: Ranks) -> None:
@@ -94,56 +88,16 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def megatron_report(todo: MegatronConversion, out: Path) -> str:
-    """The mapping from Hugging Face names to Megatron tensors."""
-    config = todo.source.config
-    shapes = config.parameter_shapes()
-    counts: dict[tuple[str, str], int] = {}
-    for slot in slots(config, 1):
-        names = ", ".join(f"{_any_layer(name)} {list(shapes[name])}" for name in slot.hf_names)
-        mapping = (names, _any_layer(todo.stored(slot).key))
-        counts[mapping] = counts.get(mapping, 0) + 1
-    lines = [_title(todo.source.directory, out, config, todo.dtype), ""]
-    lines += [f"{names}\n    -> {key} x {count}" for (names, key), count in counts.items()]
-    if todo.source.ignored:
-        lines.append(f"not converted, they carry nothing: {', '.join(todo.source.ignored)}")
-    return "\n".join([*lines, "", _total(todo.num_bytes, out)])
-
-
-def hf_report(todo: HfConversion, out: Path) -> str:
-    """The mapping from Megatron tensors to Hugging Face names, and what each file will hold."""
-    source, shapes = todo.source, todo.config.parameter_shapes()
-    counts: dict[tuple[str, ...], int] = {}
-    for slot in slots(todo.config, 1):
-        stored = source.find(slot)
-        assert stored is not None, "the conversion was checked"
-        names = [f"    -> {_any_layer(name)} {list(shapes[name])}" for name in slot.hf_names]
-        mapping = (f"{_any_layer(stored.key)} {list(source.tensors[stored.key].size)}", *names)
-        counts[mapping] = counts.get(mapping, 0) + 1
-    lines = [_title(source.directory, out, todo.config, todo.dtype), ""]
-    for (stored_as, *names), count in counts.items():
-        lines += [stored_as, *(f"{name} x {count}" for name in names)]
-    lines.append("")
-    for number, names in enumerate(todo.names):
-        size = sum(prod(shapes[name]) for name in names) * todo.dtype.itemsize
-        lines.append(f"{todo.name(number)}  {len(stored_names(todo.config, names))} tensors, {gib(size)}")
-    return "\n".join([*lines, _total(todo.num_bytes, out)])
-
-
-def _any_layer(name: str) -> str:
-    return _LAYER.sub(".layers.*.", name)
-
-
-def _title(source: Path, out: Path, config: ModelConfig, dtype: torch.dtype) -> str:
+def report(
+    todo: MegatronConversion | HfConversion, source: Path, out: Path, config: ModelConfig, more: Iterable[str]
+) -> str:
+    """What a conversion of the model of shape `config` in `source` will write as `out`; `more`: lines of its own."""
     tied = ", tied embeddings" if config.tie_word_embeddings else ""
     model = f"{config.family}, {config.num_layers} layers, {config.num_parameters:,} parameters{tied}"
-    return f"{source} -> {out}: {model}, {dtype_name(dtype)}"
-
-
-def _total(num_bytes: int, out: Path) -> str:
+    title = f"{source} -> {out}: {model}, {dtype_name(todo.dtype)}"
     parent = out.parent
     free = f", {gib(shutil.disk_usage(parent).free)} free in {parent.resolve()}" if parent.is_dir() else ""
-    return f"total {gib(num_bytes)}{free}"
+    return "\n".join([title, *more, f"total {gib(todo.num_bytes)}{free}"])
 
 
 def description(opened: Opened) -> str:
@@ -171,8 +125,8 @@ def checksum_report(opened: Opened) -> str:
     return "\n".join(lines)
 
 
-def comparison_report(a: Opened, b: Opened, difference: Difference) -> str:
-    """How two checkpoints differ, the largest difference first."""
+def comparison_report(b: Opened, difference: Difference) -> str:
+    """How a checkpoint differs from `b`, the largest difference first."""
     retyped = f"{difference.retyped} the same numbers in another type"
     largest = sorted(difference.differing, key=lambda pair: -pair[1])
     lines = [
@@ -182,6 +136,4 @@ def comparison_report(a: Opened, b: Opened, difference: Difference) -> str:
     if largest:
         texts = [f"{name}: largest difference {value:.3g}" for name, value in largest]
         lines.append("    " + shortened(texts, 10, separator="\n    "))
-    if is_saved_again(a, b, difference):
-        lines.append(f"WARNING: steps {a.step} and {b.step} hold the same weights: the same weights were saved again")
     return "\n".join(lines)

@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.print_warnings(model_warnings(args.hf))
         if args.dry_run:
             if ranks.is_main:
-                print(command.megatron_report(todo, args.out))
+                source, ignored = todo.source, todo.source.ignored
+                more = [f"not converted, they carry nothing: {', '.join(ignored)}"] if ignored else []
+                print(command.report(todo, source.directory, args.out, source.config, more))
                 check_room(args.out, todo.num_bytes)
             return OK
         todo.write(args.out, ranks, args.overwrite)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 import conversion as command
@@ -22,6 +23,7 @@ from megatron_tlt.data.hub import fetch_argument
 from megatron_tlt.distributed.together import Ranks
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.files import config_warnings
+from megatron_tlt.models.hf.writer import stored_names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(text)
         if args.dry_run:
             if ranks.is_main:
-                print(command.hf_report(todo, args.out))
+                print(command.report(todo, todo.source.directory, args.out, todo.config, _files(todo)))
                 check_room(args.out, todo.num_bytes)
             return OK
         todo.write(args.out, ranks, args.overwrite)
@@ -71,6 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OK
 
     return command.run(parser.prog, plan, convert)
+
+
+def _files(todo: HfConversion) -> Iterator[str]:
+    """A line for each file of weights."""
+    shapes = todo.config.parameter_shapes()
+    for number, names in enumerate(todo.names):
+        size = sum(prod(shapes[name]) for name in names) * todo.dtype.itemsize
+        yield f"{todo.name(number)}  {len(stored_names(todo.config, names))} tensors, {gib(size)}"
 
 
 def _refuse_a_run(megatron: Path) -> None:

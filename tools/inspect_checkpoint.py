@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import conversion as command
-from inspection import Opened, check_same_model, compare_weights, is_saved_again, open_checkpoint
+from inspection import Opened, check_same_model, compare_weights, open_checkpoint
 
 from megatron_tlt.actor.checkpoint_files import damage_of
 from megatron_tlt.cli.exit_codes import FAILED, OK
@@ -22,13 +22,13 @@ from megatron_tlt.errors import printable
 
 _CODES = """exit status:
   0  read to the end; with --compare also where tensors differ (the report lists them)
-  1  damaged, or two different steps hold the same weights
+  1  damaged
   2  wrong arguments, no checkpoint that can be opened, of different models, or of one that is not supported
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, 1 (damaged, or two steps hold the same weights) or 2 (bad input)."""
+    """Exit status 0, 1 (damaged) or 2 (bad input)."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 status = FAILED
         if other is not None:
             difference = compare_weights(opened, other)
-            print(printable(command.comparison_report(opened, other, difference)))
-            if is_saved_again(opened, other, difference):
-                status = FAILED
+            print(printable(command.comparison_report(other, difference)))
         return status
 
     return command.run(parser.prog, plan, describe)

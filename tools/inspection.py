@@ -49,11 +49,6 @@ class Opened:
         """Shape and constants of the model."""
         return model_record(self.config) if self.manifest is None else self.manifest.model
 
-    @property
-    def step(self) -> int | None:
-        """The step of a run that it was saved after."""
-        return None if self.manifest is None or self.manifest.is_converted else self.manifest.step
-
 
 def open_checkpoint(path: str | Path, config: str | Path | None = None) -> Opened:
     """Recognises a checkpoint. `config` describes a Megatron checkpoint that has neither manifest nor config.json.
@@ -209,9 +204,3 @@ def _distance(x: Tensor, y: Tensor) -> float:
     """max |x - y| in fp64, a block at a time; infinite where only one of them is a number."""
     blocks = zip(x.flatten().split(_BLOCK), y.flatten().split(_BLOCK), strict=True)
     return max(float((a.double() - b.double()).abs().nan_to_num(nan=math.inf).max()) for a, b in blocks)
-
-
-def is_saved_again(a: Opened, b: Opened, difference: Difference) -> bool:
-    """Whether two different steps hold the same weights: training that did not happen, or a save of the wrong copy."""
-    steps = a.step, b.step
-    return None not in steps and steps[0] != steps[1] and difference.same_bits

@@ -26,7 +26,7 @@ import convert_hf_to_megatron
 import convert_megatron_to_hf
 import inspect_checkpoint
 from conversion import comparison_report
-from inspection import compare_weights, is_saved_again, open_checkpoint, weights_digest
+from inspection import compare_weights, open_checkpoint, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
     if b == "other":
         assert found.differing[0][0] == "model.layers.1.mlp.up_proj.weight"
         assert found.differing[0][1] == pytest.approx(0.5, abs=1e-6)
-        assert "model.layers.1.mlp.up_proj.weight: largest difference 0.5" in comparison_report(one, two, found)
+        assert "model.layers.1.mlp.up_proj.weight: largest difference 0.5" in comparison_report(two, found)
 
 
 def test_constants_of_the_model_are_compared(place, tmp_path):
@@ -113,19 +113,6 @@ def test_nan_zero_and_type_are_distinguished(place, tmp_path):
     half = changed("half", lambda tensors: {n: t.bfloat16() for n, t in tensors.items()})
     wide = changed("wide", lambda tensors: {n: t.bfloat16().float() for n, t in tensors.items()})
     assert compare_weights(half, wide).retyped == 35
-
-
-def test_the_same_weights_saved_again_are_found(place, tmp_path, capsys):
-    first, second = (as_step(place / "mg", tmp_path / f"step-{n:06d}", n) for n in (10, 20))
-    a, b = open_checkpoint(first), open_checkpoint(second)
-    assert (a.kind, a.step, b.step) == ("checkpoint of a run", 10, 20)
-    assert is_saved_again(a, b, compare_weights(a, b))
-    assert inspect_checkpoint.main([str(second), "--compare", str(first)]) == 1
-    assert "steps 20 and 10 hold the same weights" in capsys.readouterr().out
-    moved = as_step(place / "bf16", tmp_path / "step-000030", 30)
-    assert inspect_checkpoint.main([str(moved), "--compare", str(first), "--quick"]) == 0
-    assert "WARNING" not in capsys.readouterr().out
-    assert inspect_checkpoint.main([str(first), "--compare", str(first), "--quick"]) == 0
 
 
 def test_a_checkpoint_of_adapters_is_described_and_verified(place, tmp_path, capsys):
@@ -183,8 +170,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
     there = ["--hf", hf, "--out", out]
     assert convert_hf_to_megatron.main([*there, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "model.layers.*.self_attn.q_proj.weight" in said
-    assert "-> decoder.layers.self_attention.linear_qkv.weight x 3" in said and "free in" in said
+    assert said.startswith(f"{hf} -> {out}: qwen3, 3 layers, ") and "free in" in said
     assert list(tmp_path.iterdir()) == []
     assert convert_hf_to_megatron.main(there) == 0
     assert convert_hf_to_megatron.main(there) == 2
@@ -197,7 +183,7 @@ def test_the_commands_end_with_the_right_codes(place, tmp_path, capsys, monkeypa
         assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mg"]
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back, "--dry-run"]) == 0
-    assert "-> model.layers.*.self_attn.k_proj.weight [160, 64] x 3" in capsys.readouterr().out
+    assert "model.safetensors  35 tensors, " in capsys.readouterr().out
     assert convert_megatron_to_hf.main(["--megatron", out, "--out", back]) == 0
     shutil.copy(f"{out}/config.json", f"{out}/release")  # beside the shards it looks like a model
     for base, target in ((out, f"{out}/release"), (back, back)):
