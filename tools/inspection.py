@@ -166,11 +166,6 @@ class Difference:
         """Tensors compared."""
         return self.identical + self.retyped + len(self.differing)
 
-    @property
-    def same_bits(self) -> bool:
-        """Whether every tensor has the same type and bits."""
-        return self.identical == self.total
-
 
 def check_same_model(a: Opened, b: Opened) -> None:
     """Raises CheckpointError if two checkpoints are of different models, or one holds no weights. Reads no tensor."""

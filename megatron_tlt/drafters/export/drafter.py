@@ -4,7 +4,7 @@
 |---|---|---|---|
 | hf | our own directory with a card | the same | the same |
 | sglang | Llama and Qwen2 policies | any policy | layers of Qwen3's form |
-| vllm | Llama and Qwen2 policies | any policy | layers of Qwen3's form |
+| vllm | Llama and Qwen2 policies | not Qwen2-MoE, Mixtral | the same, with layers of Qwen3's form |
 | trtllm | refused | any policy | refused |
 """
 
