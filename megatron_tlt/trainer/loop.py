@@ -184,9 +184,7 @@ class RLTrainer(Job):
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             return "there was no update yet, the next start begins anew"
-        if self.recovery.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
-            return "not saved, for updates were not finite; the next start goes on before them"
-        return None
+        return self.recovery.nonfinite.unsaved()
 
     def save_if_due(self) -> None:
         super().save_if_due()

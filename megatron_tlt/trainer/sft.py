@@ -25,6 +25,7 @@ from megatron_tlt.errors import CheckpointError, DataError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.jsonl import StepFile
 from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.trainer.job import Job, State
@@ -126,6 +127,7 @@ class SftTrainer(Job):
             seed=sft.seed,
         )
         at = config.state_dir
+        self.nonfinite = NonFiniteGuard(sft.max_lost_steps, at, world, self.policy.dims, "sft.max_lost_steps")
         self.checkpoints = CheckpointManager(config.checkpoint, at, sft.num_steps, self.policy, world, lock)
 
     def load(self, state: State | None) -> None:
@@ -158,11 +160,14 @@ class SftTrainer(Job):
         sequences = next(self._steps)
         self.world.enter("update", step)
         self.shutdown.sync("update")
-        out = self.policy.train_step(self._share(sequences))
+        batch = self._share(sequences)
+        out = self.policy.train_step(batch)
+        self.nonfinite.look(step, batch, out)
         self.done = step
         self._tokens += sum(s.trajectory.length for s in sequences)
         self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
-        if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
+        is_due = step < sft.num_steps and bool(sft.save_every) and step % sft.save_every == 0
+        if is_due and self.unsaved() is None:
             self.world.enter("save", step)
             self._write()
 
@@ -173,11 +178,19 @@ class SftTrainer(Job):
 
     def unsaved(self) -> str | None:
         """Without an update there is no state that could be loaded."""
-        return None if self.policy.has_stepped else "there was no update yet, the next start begins anew"
+        if not self.policy.has_stepped:
+            return "there was no update yet, the next start begins anew"
+        return self.nonfinite.unsaved()
+
+    def save_if_due(self) -> None:
+        super().save_if_due()
+        self.nonfinite.check()
 
     def finish(self) -> None:
         """Writes `sft.out` and removes the checkpoints."""
-        self._keep()  # ends the last save, or does it again where it failed: what follows may fail, too
+        # Ends the last save, or does it again where it failed: what follows may fail, too.
+        if self._keep() is not None:
+            self.note("the last updates were not finite and are skipped: the result has the weights before them")
         self.world.enter("save", self.done)
         self._write()
         if self.world.is_main:

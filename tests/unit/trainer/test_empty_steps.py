@@ -112,7 +112,9 @@ def test_empty_steps_before_and_behind_a_resume_are_counted_together() -> None:
 def trainer_of(has_stepped: bool) -> RLTrainer:
     """A run of which only policy, state and configuration are there."""
     tree = {"model": {"path": "m"}, "algorithm": {"mask_truncated": True}}
-    recovery = MagicMock(look_at=lambda batch, out: {}, nonfinite=SimpleNamespace(in_a_row=0, check=lambda: None))
+    recovery = MagicMock(
+        look_at=lambda batch, out: {}, nonfinite=SimpleNamespace(unsaved=lambda: None, check=lambda: None)
+    )
     policy = MagicMock(has_stepped=has_stepped, train_step=lambda batch: EMPTY)
     names = ("world", "sampler", "assembler", "drafter", "sync", "evaluator", "metrics")
     parts = {name: MagicMock() for name in names} | {"recovery": recovery, "policy": policy}

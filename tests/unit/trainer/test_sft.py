@@ -2,22 +2,30 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import datasets
 import pytest
+import torch
 
 from megatron_tlt.config.data import PromptSourceConfig
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.root import SftConfig, SftSection
 from megatron_tlt.data.sources import open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, TrainingError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.trainer.sft import LOSSES_FILE, SftTrainer, _fingerprint, read_records, steps_of
+from megatron_tlt.types import TrainOutput
 from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
+
+NAN = float("nan")
 
 
 def read(path, tokenizer=None, max_context=10, **settings):
@@ -227,7 +235,32 @@ def test_the_last_step_is_saved_before_the_result_also_where_its_save_has_failed
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(every=every))
     trainer.world = SimpleNamespace(is_main=False, enter=lambda *_: None)
     trainer.policy, trainer.done = SimpleNamespace(has_stepped=True), 4
+    trainer.nonfinite = SimpleNamespace(unsaved=lambda: None)
     trainer.checkpoints = SimpleNamespace(save_now=lambda step, _: written.append(step))
     trainer._write = lambda: written.append("result")
     trainer.finish()
     assert written == [4, "result"]
+
+
+@pytest.mark.parametrize("norms", [[1.0, NAN, NAN, NAN], [NAN, 1.0, NAN, NAN]])
+def test_updates_that_are_not_finite_are_not_saved_and_end_the_training(norms, tmp_path, capsys):
+    """Three in a row: before the result is written. Fewer, at the end: the result is that of the updates before."""
+    out, written = tmp_path / "out", []
+    sft = {"train_path": "r.jsonl", "out": str(out), "num_steps": 4, "save_every": 1, "eval_every": 4}
+    trainer = SftTrainer.__new__(SftTrainer)
+    trainer.config = SftConfig.model_validate({"model": {"path": "m"}, "sft": sft})
+    trainer.num_steps, trainer._eval, trainer._fingerprint = 4, [], ""
+    trainer._train = read(write(tmp_path / "r.jsonl", '{"prompt": "a", "completion": "b"}'))
+    trainer.world, trainer.shutdown = MagicMock(is_main=True, rank=0, device=torch.device("cpu")), MagicMock()
+    left = iter(norms)
+    trainer.policy = MagicMock(dims=Dims(), has_stepped=True)
+    trainer.policy.train_step = lambda _: TrainOutput(0, {"loss": 1.0, "lr": 1.0, "grad_norm": next(left)})
+    trainer.checkpoints = MagicMock(load_latest=lambda: None, save_s=0.0)
+    trainer.nonfinite = NonFiniteGuard(3, trainer.state_dir, trainer.world, Dims(), "sft.max_lost_steps")
+    trainer._write = lambda: written.append(trainer.done)
+    ends = norms[1:] == [NAN] * 3
+    with pytest.raises(TrainingError, match=r"sft\.max_lost_steps = 3") if ends else nullcontext():
+        trainer.run()
+    assert [call.args[2] for call in trainer.checkpoints.maybe_save.call_args_list] == [norm == 1 for norm in norms]
+    assert written == ([1] if ends else [2, 4]) and not trainer.checkpoints.save_now.called
+    assert ("the result has the weights before them" in capsys.readouterr().out) == (not ends)
