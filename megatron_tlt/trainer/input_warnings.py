@@ -127,7 +127,9 @@ def _of_rows(config: Config) -> list[str]:
 
 
 def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
-    """Records that are left out because they have no text to learn, and what `_of_rows` finds in prompts."""
+    """Records that are left out because they have no text to learn, turns of the assistant that are context, and what
+    `_of_rows` finds in prompts.
+    """
     found = []
     tokenizer = tokenizer_here(config) if section.chat_template else None
     for field, path, split in section.files:
@@ -138,6 +140,10 @@ def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
         if blank := [place for place, row in zip(places, rows, strict=True) if row.is_blank]:
             why = f"have no text to learn and are left out (the first: {blank[0]})"
             found.append(f"{at}: {len(blank)} of {len(rows)} records {why}")
+        if earlier := sum(row.earlier for row in rows):
+            turns = earlier + sum(len(row.turns[::2]) for row in rows)
+            why = "stand before the last message of the user: they are context and not learned"
+            found.append(f"{at}: {earlier} of {turns} turns of the assistant {why}")
         if tokenizer is not None:
             prompts = zip(places, (row.prompt for row in rows), strict=True)
             found += row_warnings(tokenizer, at, _remedy(config), prompts, any(row.tools for row in rows))

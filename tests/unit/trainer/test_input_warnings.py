@@ -95,6 +95,18 @@ def test_records_that_are_not_learned_whole_are_counted(tmp_path):
     assert unseen.startswith(f"{at}: the chat template of {model} does not read 'tools', so prompts do not show")
 
 
+def test_turns_of_the_assistant_that_are_context_are_counted(tmp_path):
+    asked, answer = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
+    rows = [[asked, answer], [asked, answer, asked, answer], [asked, answer, asked, answer, asked, answer]]
+    for count, says in ((1, []), (3, ["3 of 6 turns of the assistant stand before the last message of the user"])):
+        path = tmp_path / "r.jsonl"
+        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows[:count]))
+        tree = {"model": {"path": "not/here"}, "sft": {"train_path": str(path), "out": "o", "chat_template": False}}
+        found = [text for text in input_warnings(SftConfig.model_validate(tree), "cpu") if "context" in text]
+        assert len(found) == len(says)
+        assert all(text.startswith(f"sft.train_path = {path}: {say}") for text, say in zip(found, says, strict=True))
+
+
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():
     for recompute, modules, is_named in (("none", ["mlp"], True), ("selective", ["mlp"], False), ("none", None, False)):
         actor = {"recompute": recompute, **({} if modules is None else {"recompute_modules": modules})}

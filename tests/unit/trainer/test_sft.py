@@ -105,6 +105,11 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ),
         ({"messages": [ASKED, {**ANSWER, "train": False}]}, "message 1 has train false"),
         ({"messages": [ASKED, {**ANSWER, "mask": 1}]}, "message 1 has mask 1"),
+        (
+            {"messages": [ASKED, {**CALL, "weight": 1}, ASKED, ANSWER]},
+            "message 1 has weight 1: it is context, before the user's last one",
+        ),
+        ({"messages": [ASKED, {**CALL, "train": True}, ASKED, ANSWER]}, "message 1 has train true: it is context"),
         ({"messages": [ASKED, ANSWER], "system": "S"}, "field 'system' does not reach the model"),
         ({**PAIR, "system_prompt": "S"}, "field 'system_prompt' does not reach the model"),
         ({**PAIR, "images": ["a.png"]}, "field 'images' is not empty: models read text only"),
@@ -147,7 +152,7 @@ def test_an_instruction_whose_input_is_a_column_of_its_own_is_refused(tmp_path, 
 
 
 def test_what_a_record_says_of_its_context_or_twice_is_no_error(tmp_path):
-    system, earlier = {"role": "system", "content": "S"}, {**CALL, "weight": 0, "train": False}
+    system, earlier = {"role": "system", "content": "S"}, {**CALL, "weight": 0, "train": False, "mask": 1}
     messages = [system, ASKED, earlier, ASKED, {**ANSWER, "weight": 1, "train": True}]
     path = write(
         tmp_path / "r.jsonl", json.dumps({"messages": messages, "prompt": "1 + 2", "system": "S", "images": []})
