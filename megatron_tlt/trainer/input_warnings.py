@@ -12,7 +12,13 @@ from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning, warmup_warning
+from megatron_tlt.config.checks.learning import (
+    kl_estimator_warning,
+    learning_rate_warning,
+    ratio_warning,
+    warmup_warning,
+    without_effect,
+)
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.completions import read_completions
@@ -95,8 +101,8 @@ def _unread_modules(actor: ActorSection) -> str | None:
 
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
-    own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
-    own.append(reward_warning(config))
+    own = [kl_estimator_warning(config.algorithm), ratio_warning(config.algorithm), *without_effect(config.algorithm)]
+    own += [None if config.env is None else environment_warning(config.env), reward_warning(config)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
     own.append(unread_tools(config, tools))

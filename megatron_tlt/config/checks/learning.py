@@ -62,6 +62,40 @@ def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
     )
 
 
+def without_effect(algorithm: AlgorithmSection) -> list[str]:
+    """Warnings of settings that differ from their defaults and that another one leaves without effect."""
+    name, estimator, default = algorithm.name, algorithm.kl_estimator, AlgorithmSection()
+    found = []
+    if algorithm.mini_batches == 1:
+        clips = {"low": algorithm.ratio_clip_low, "high": algorithm.ratio_clip_high}
+        only = "with algorithm.mini_batches = 1: the ratio is 1 in a step's only update"
+        found += [(f"ratio_clip_{side} = {clip:g}", only) for side, clip in clips.items() if clip is not None]
+    if estimator != default.kl_estimator:
+        if name == "distill":
+            found.append((f"kl_estimator = {estimator}", "with algorithm.name = distill, whose advantages take k1"))
+        elif not algorithm.kl_weight:
+            found.append((f"kl_estimator = {estimator}", "without algorithm.kl_coef: there is no KL term"))
+        elif algorithm.kl_in == "reward" and estimator != "k1":
+            found.append((f"kl_estimator = {estimator}", "with algorithm.kl_in = reward, which takes k1"))
+    if algorithm.advantage_eps != default.advantage_eps and name in ("rloo", "dr_grpo"):
+        why = f"with algorithm.name = {name}, which divides by no deviation"
+        found.append((f"advantage_eps = {algorithm.advantage_eps:g}", why))
+    if algorithm.max_sampling_rounds != default.max_sampling_rounds and not algorithm.dynamic_sampling:
+        rounds = f"max_sampling_rounds = {algorithm.max_sampling_rounds}"
+        found.append((rounds, "without algorithm.dynamic_sampling"))
+    return [f"algorithm.{setting} has no effect {why}" for setting, why in found]
+
+
+def ratio_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning of an algorithm that is its ratio of whole responses, where all ratios are 1; None of others."""
+    if algorithm.name != "gspo" or algorithm.mini_batches > 1:
+        return None
+    return (
+        "algorithm.name = gspo with algorithm.mini_batches = 1: every ratio is 1, so the gradient is that of grpo, but "
+        "for the correction of the engine's log-probs (algorithm.importance_cap), which is of a whole response"
+    )
+
+
 def check_data(config: Config) -> Problems:
     """Sources name what they need; an evaluation has prompts and draws of its own."""
     for path, source in config.data.sources:

@@ -1,6 +1,7 @@
 """What `check` and a start say of rewards, environments and settings that are allowed and most likely not meant."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,9 +41,16 @@ def test_check_names_the_functions_that_a_correct_response_needs():
     assert "a response with all of" not in check_report(bonus, 4)
 
 
-def test_a_kl_term_without_gradient_is_a_warning_of_check():
-    report = check_report(make(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"}), 4)
-    assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator = k1 with .* Use k2"),
+        ({"ratio_clip_high": 0.28}, "ratio_clip_high = 0.28 has no effect with algorithm.mini_batches = 1"),
+        ({"name": "gspo"}, "name = gspo with algorithm.mini_batches = 1"),
+    ],
+)
+def test_what_an_algorithm_does_not_use_is_a_warning_of_check(algorithm, says):
+    assert re.search(f"warning: algorithm.{says}", check_report(make(algorithm=algorithm), 4))
 
 
 @pytest.mark.parametrize(
