@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
     from megatron_tlt.resilience.signals import StopSignals
+
+_log = logging.getLogger(__name__)
 
 LOSSES_FILE = "losses.jsonl"  # in `sft.out`: a row a step
 _LINES = 20  # of a training, beside those of its evaluations
@@ -82,6 +86,18 @@ def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
             step.append(sequence)
             size += sequence.trajectory.length
         epoch += 1
+
+
+def filler_warning(sequences: Sequence[TrainSequence], tokens_per_step: int, dp: int) -> str | None:
+    """The warning where a mean step has fewer sequences than the `dp` replicas, so that some compute fillers only."""
+    mean = sum(s.trajectory.length for s in sequences) / len(sequences)
+    count = max(1, int(tokens_per_step / mean))
+    if count >= dp:
+        return None
+    return (
+        f"sft.tokens_per_step = {tokens_per_step} is about {count} records of {mean:.0f} tokens, and there are {dp} "
+        f"data-parallel replicas: the others compute nothing. With {math.ceil(dp * mean)} tokens each has a record"
+    )
 
 
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
@@ -146,6 +162,9 @@ class SftTrainer(Job):
     def begin(self) -> bool:
         """Opens the display and the steps that are not done."""
         sft = self.config.sft
+        warning = filler_warning(self._train, sft.tokens_per_step, self.policy.dims.dp)
+        if warning is not None and self.world.is_main:
+            _log.warning(warning)
         self.progress = build_progress("auto", sft.num_steps, self.world.rank)
         self._steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self.done, None)
         self._started, self._tokens = time.perf_counter(), 0

@@ -221,7 +221,8 @@ def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device:
 def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | None) -> str | None:
     """The warning where the learning rate is far below or above what trains such a model; None where it is not.
 
-    High ones are looked for in RL alone, and not in small models: fine-tuning and small models take higher ones.
+    High ones are looked for in RL alone, and not in small models: fine-tuning and small models take higher ones. Low
+    ones are those of adapters, and the default, which is RL's, in fine-tuning.
     """
     optimizer, lora = config.optimizer, config.actor.lora
     if optimizer.name != "adam":
@@ -229,6 +230,8 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
     given = f"optimizer.lr = {optimizer.lr:g} is"
     if lora is not None and optimizer.lr < FULL_TRAINING_LR:
         return f"{given} usual for full training; adapters learn with about ten times as much ({10 * optimizer.lr:g})"
+    if config.records is not None and optimizer.lr < FULL_TRAINING_LR:
+        return f"{given} usual for RL; fine-tuning of all weights takes about 1e-5, of small models more"
     times, what = (1, "all") if lora is None else (10, "adapters")
     usual, highest = times * USUAL_RL_LR, times * HIGHEST_RL_LR
     if config.rl is None or shape is None or optimizer.lr <= highest or total_parameters(shape) < SMALL_MODEL:

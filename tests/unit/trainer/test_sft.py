@@ -1,6 +1,7 @@
 """Records of supervised fine-tuning and their way into optimizer steps."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from itertools import islice
@@ -213,6 +214,26 @@ def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):
     assert first != sorted(first) and first != taken[20:40]
     again = [s.trajectory.prompt_id for step in islice(steps_of(sequences, 16, seed=3), 12) for s in step]
     assert again == taken
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dp", "says"),
+    [
+        (16, 6, "16 is about 5 records of 3 tokens, and there are 6 .* With 18 tokens each"),
+        (16, 5, None),
+        (1, 1, None),  # a step has a record at least
+    ],
+)
+def test_replicas_without_a_record_are_named_at_the_start(tokens, dp, says, tmp_path, caplog):
+    sft = {"train_path": "r.jsonl", "out": str(tmp_path), "tokens_per_step": tokens}
+    trainer = SftTrainer.__new__(SftTrainer)
+    trainer.config = SftConfig.model_validate({"model": {"path": "m"}, "sft": sft})
+    trainer.world, trainer.policy = SimpleNamespace(is_main=True, rank=0), SimpleNamespace(dims=SimpleNamespace(dp=dp))
+    trainer._train = read(write(tmp_path / "r.jsonl", *['{"prompt": "a", "completion": "b"}'] * 2))
+    assert trainer.begin()
+    trainer._rows.close()
+    assert len(caplog.messages) == (says is not None)
+    assert all(re.match(f"sft.tokens_per_step = {says}", text) for text in caplog.messages)
 
 
 def test_a_training_is_shown_in_some_lines_and_each_step_has_a_row(tmp_path, capsys):
