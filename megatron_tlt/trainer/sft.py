@@ -88,7 +88,7 @@ def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
         epoch += 1
 
 
-def filler_warning(sequences: Sequence[TrainSequence], tokens_per_step: int, dp: int) -> str | None:
+def _filler_warning(sequences: Sequence[TrainSequence], tokens_per_step: int, dp: int) -> str | None:
     """The warning where a mean step has fewer sequences than the `dp` replicas, so that some compute fillers only."""
     mean = sum(s.trajectory.length for s in sequences) / len(sequences)
     count = max(1, int(tokens_per_step / mean))
@@ -162,7 +162,7 @@ class SftTrainer(Job):
     def begin(self) -> bool:
         """Opens the display and the steps that are not done."""
         sft = self.config.sft
-        warning = filler_warning(self._train, sft.tokens_per_step, self.policy.dims.dp)
+        warning = _filler_warning(self._train, sft.tokens_per_step, self.policy.dims.dp)
         if warning is not None and self.world.is_main:
             _log.warning(warning)
         self.progress = build_progress("auto", sft.num_steps, self.world.rank)

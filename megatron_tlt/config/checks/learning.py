@@ -87,7 +87,7 @@ def without_effect(algorithm: AlgorithmSection) -> list[str]:
 
 
 def ratio_warning(algorithm: AlgorithmSection) -> str | None:
-    """The warning of an algorithm that is its ratio of whole responses, where all ratios are 1; None of others."""
+    """The warning of gspo where every ratio is 1, so that there is none of a whole response; None otherwise."""
     if algorithm.name != "gspo" or algorithm.mini_batches > 1:
         return None
     return (
