@@ -82,8 +82,6 @@ def make_sequences(kind: str, count: int, vocab: int) -> list[TrainSequence]:
 class Surrogate:
     """ratio * advantage with ratio = 1: the first step of GRPO."""
 
-    needs_reference = False
-
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return -((x.logprobs - x.logprobs.detach()).exp() * x.advantages * x.mask).sum(), {}
 

@@ -43,8 +43,6 @@ FEW_EXPERTS = replace(
 class Surrogate:
     """ratio * advantage with ratio = 1: the first step of GRPO."""
 
-    needs_reference = False
-
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum over the response tokens of one micro-batch."""
         return -((x.logprobs - x.logprobs.detach()).exp() * x.advantages * x.mask).sum(), {}

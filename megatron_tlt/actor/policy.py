@@ -193,7 +193,7 @@ class MegatronPolicy:
     def _score(self, batches: list[MicroBatch], temperature: float, needs_old: bool) -> list[Scored]:
         """Adds the reference's log-probs if the loss reads them, and those of the weights before the update."""
         reference = None
-        if self._keeps_reference and _reads_reference(self.loss):
+        if self._keeps_reference and not getattr(self.loss, "needs_token_kl", False):  # of the reward: the caller's
             with self._as_reference() as model:
                 reference = forward_logprobs(model, _for_routers_of(model, batches), temperature)
         old = forward_logprobs(self.model, batches, temperature) if needs_old else None
@@ -399,11 +399,6 @@ class MegatronPolicy:
 
     def _training_record(self) -> dict[str, str]:
         return training_record(self.actor, self.optimizer_section.name, self.shards_optimizer, self._base)
-
-
-def _reads_reference(loss: PolicyLoss) -> bool:
-    """Whether the loss itself needs reference log-probs (a KL in the reward is the caller's)."""
-    return bool(getattr(loss, "needs_reference", True)) and not getattr(loss, "needs_token_kl", False)
 
 
 def _for_routers_of(model: PolicyModel, batches: list[MicroBatch]) -> list[MicroBatch]:

@@ -68,11 +68,11 @@ def standardised(prompt_id: Ints, rewards: Floats, eps: float) -> Floats:
 def leave_one_out(prompt_id: Ints, rewards: Floats) -> Floats:
     """Reward minus the mean of the *other* responses to the prompt, [N] (RLOO, 2402.14740, equation 7).
 
-    A response alone in its group has no baseline and gets 0.
+    A response alone in its group has no baseline and gets 0, for its deviation is 0.
     """
     deviation, _, size, unit = _group_deviations(prompt_id, rewards)
     # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
-    return np.where(size > 1, np.ldexp(deviation * size / np.maximum(size - 1, 1), unit), 0.0)
+    return np.ldexp(deviation * size / np.maximum(size - 1, 1), unit)
 
 
 def share_of_equal_groups(prompt_id: Ints, rewards: Floats) -> float:

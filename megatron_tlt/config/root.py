@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
@@ -236,6 +236,9 @@ class SftSection(Section):
     `checkpoint`, not from `out`."""
     eval_every: PositiveInt = 100
     """Steps between evaluations."""
+    max_lost_steps: NonNegativeInt = 3
+    """Steps in a row with an update that is not finite after which the training ends, before `out` is written; each is
+    skipped, its batch kept in out/unfinished/nonfinite. 0: never."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -22,7 +22,8 @@ class TrainSection(Section):
     """Where checkpoints, logs and events go; of several hosts a disk that all of them share."""
     max_lost_steps: NonNegativeInt = 3
     """Steps in a row after which the run ends, of updates that are not finite (each is skipped, its batch kept in
-    run_dir/nonfinite), or of rollouts of which dynamic sampling kept no group; 0: never."""
+    run_dir/nonfinite), or without an update, since no response was trained on (dynamic sampling kept no group,
+    `algorithm.mask_truncated` left out all); 0: never."""
     deterministic: Literal["auto"] | bool = "auto"
     """Fix the order of every reduction: a resumed run equals an uninterrupted one bit for bit (fp32). auto: true on
     CPU; false on CUDA, where PyTorch's deterministic forms are slower ones. true: an operation of the update that has

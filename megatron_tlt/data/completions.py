@@ -50,6 +50,7 @@ class Completion:
     prompt: str | Messages
     turns: tuple[str, ...]
     tools: tuple[dict[str, Any], ...] = ()  # JSON schemas, for the chat template
+    earlier: int = 0  # turns of the assistant in a conversation before its last message of the user: context
 
     @property
     def is_blank(self) -> bool:
@@ -129,7 +130,8 @@ def read_conversation(record: Mapping[str, Any], where: str, system: str | None 
     """The column `messages`, and `tools` if it is there; messages of tools in a row are one turn. `system`: the run's
     system message.
 
-    Raises DataError, also for a turn to learn that its fields say is not learned.
+    Raises DataError, also for a turn to learn that its fields say is not learned, and for an earlier one that they say
+    is.
     """
     messages = checked_messages(record[MESSAGES], MESSAGES, where)
     roles = [message["role"] for message in messages]
@@ -146,11 +148,19 @@ def read_conversation(record: Mapping[str, Any], where: str, system: str | None 
         allowed = f"after the last user's the assistant and tools must take turns, found {found}"
         raise DataError(f"{where}: field {MESSAGES!r}: {allowed}")
     texts = tuple("\n".join(texts) for _, texts in turns)
-    return Completion(messages[:begin], texts, checked_tools(record.get(TOOLS), where))
+    earlier = roles[:begin].count("assistant")
+    return Completion(messages[:begin], texts, checked_tools(record.get(TOOLS), where), earlier)
 
 
 def _check_learned(messages: Messages, begin: int, where: str) -> None:
-    """The fields of the turns to learn, whose texts are tokenized as they stand. Raises DataError."""
+    """The marks of the turns that are context, and the fields of those to learn, whose texts are tokenized as they
+    stand. Raises DataError.
+    """
+    for index, message in enumerate(messages[:begin]):
+        marked = (name for name, yes in _MARKS.items() if yes is not None and message.get(name))
+        if message["role"] == "assistant" and (name := next(marked, None)) is not None:
+            found = f"{where}: field {MESSAGES!r}: message {index} has {name} {json.dumps(message[name])}"
+            raise DataError(f"{found}: it is context, before the user's last one; a record that ends with it learns it")
     for index, message in enumerate(messages[begin:], start=begin):
         place = f"{where}: field {MESSAGES!r}: message {index} has"
         for name in ("tool_calls", *THOUGHTS):

@@ -9,6 +9,7 @@ from megatron_tlt.observe.jsonl import JsonRow
 
 _STEPS = 3  # in a row: fewer happen by chance where few prompts are neither too easy nor too hard
 _QUOTED = 160  # characters of a text: its beginning and its end, where an answer stands
+_MANY = 0.5  # share of truncated responses from which on it may be why no reward differs
 _ALL_EQUAL = ("reward/equal_groups",)
 _SIGNS = {
     "distill": (),  # learns from its teacher; its rewards may only measure
@@ -28,6 +29,10 @@ def equal_rewards_warning(
     if not signs or len(last) < _STEPS or any(row.get(name) != 1 for row in last for name in signs):
         return None
     text = f"all responses to a prompt had equal rewards in the last {_STEPS} steps, so nothing was learned from them."
+    if (truncated := last[-1].get("length/truncated") or 0.0) >= _MANY:
+        text += (
+            f" {truncated:.0%} of the responses were truncated (rollout.max_tokens, or a limit of their environment)."
+        )
     for sample in samples[-1:]:
         names = ("prompt", "answer", "response")
         quoted = ", ".join(f"{name} {_short(sample.get(name))}" for name in names)

@@ -36,6 +36,7 @@ _SHOWN = (
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("teacher KL", "policy/teacher_kl", "{:.4f}"),
     ("length", "length/mean", "{:.0f}"),
+    ("truncated", "length/truncated", "{:.0%}"),
     ("accepted", "spec/accept_length", "{:.2f}"),
     ("turns", "env/turns", "{:.2f}"),
     ("waiting for tools", "env/parked_share", "{:.0%}"),
@@ -44,12 +45,15 @@ _SHOWN = (
     ("recovered rank-s", "idle/recovered_seconds", "{:.1f}"),
     ("pre-rolled rank-s", "pre_rollout/seconds", "{:.1f}"),
 )
+_LEAST = {"length/truncated": 0.05}
+"""From which value on a metric is shown, of those that are always there and seldom of interest."""
 
 
 def step_line(step: int, num_steps: int | None, metrics: Mapping[str, float | None]) -> str:
     """A step (from 1) in a line, with the metrics of `_SHOWN` that it has."""
     of = "" if num_steps is None else f"/{num_steps}"
-    values = [(head, form, metrics.get(name)) for head, name, form in _SHOWN]
+    low = {name for name, least in _LEAST.items() if (metrics.get(name) or 0.0) < least}
+    values = [(head, form, metrics.get(name)) for head, name, form in _SHOWN if name not in low]
     shown = [f"{head} {form.format(value)}" for head, form, value in values if value is not None]
     return "  ".join([f"step {step}{of}", *shown])
 

@@ -94,8 +94,10 @@ def _time(run: RunData) -> Iterator[Chart]:
 def _lengths(run: RunData) -> Iterator[Chart]:
     names = {"length/median": "median", "length/mean": "mean", "length/p95": "95 %", "length/max": "longest"}
     if traces := _lines(run, names):
-        note = "The longest responses decide how long a rollout takes."
-        yield Chart("Response length", traces, "step", "tokens", note, wide=True)
+        traces += _lines(run, {"length/truncated": "truncated (right)"}, len(names), yaxis="y2")
+        note = "The longest responses decide how long a rollout takes. Truncated: the share that a limit has cut off."
+        layout: dict[str, Any] = {"yaxis2": {"tickformat": ".0%", "range": [0, 1.02]}}
+        yield Chart("Response length", traces, "step", "tokens", note, layout=layout, wide=True)
 
 
 @dataclass

@@ -34,17 +34,17 @@ class NonFiniteGuard:
     The norm is the same on every rank, so all ranks count alike.
     """
 
-    def __init__(self, limit: int, run_dir: Path, world: World, dims: Dims):
-        """`limit`: so many skipped steps in a row end the run; 0: no number does."""
+    def __init__(self, limit: int, run_dir: Path, world: World, dims: Dims, setting: str = "train.max_lost_steps"):
+        """`limit`: so many skipped steps in a row end the run; 0: no number does. `setting`: where it is set."""
         self._limit, self._directory, self._world = limit, run_dir / "nonfinite", world
+        self._setting = setting
         first_ranks = [dims.replica_ranks(dp)[0] for dp in range(dims.dp)]
         self._writes = world.rank in first_ranks  # the other ranks of a replica hold the same sequences
         self._count = 0
 
-    @property
-    def in_a_row(self) -> int:
-        """Steps with a skipped update since the last good one."""
-        return self._count
+    def unsaved(self) -> str | None:
+        """Why the present state is not saved: weights that may be broken must not push good ones out."""
+        return "not saved, for updates were not finite; the next start goes on before them" if self._count else None
 
     def look(self, step: int, batch: TrainBatch, out: TrainOutput) -> dict[str, float]:
         """After the update of `step`: counts a skipped one and writes its batch. Returns metrics.
@@ -67,7 +67,7 @@ class NonFiniteGuard:
         """Raises TrainingError on every rank after `limit` such steps in a row."""
         if self._limit and self._count >= self._limit:
             raise TrainingError(
-                f"updates of {self._count} steps in a row were not finite (train.max_lost_steps = {self._limit}) "
+                f"updates of {self._count} steps in a row were not finite ({self._setting} = {self._limit}) "
                 f"and skipped; no checkpoint was written since. Their batches are in {self._directory}"
             )
 

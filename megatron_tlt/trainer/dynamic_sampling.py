@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from megatron_tlt.errors import TrainingError
 from megatron_tlt.observe.reduction import RankMetrics, sums
 
 if TYPE_CHECKING:
-    from megatron_tlt.trainer.recovery import TrainState
     from megatron_tlt.types import SampleGroup
 
 _log = logging.getLogger(__name__)
@@ -51,46 +49,20 @@ class Dropped:
         )
 
 
-class EmptySteps:
-    """Counts steps in a row in which no group was kept. All ranks count alike."""
-
-    def __init__(self, limit: int, wanted: int, is_main: bool, state: TrainState):
-        """`wanted`: groups of a full step; `limit`: see `check`, 0: no number of steps ends the run; `state`: of the
-        run, which holds the count.
-        """
-        self._limit, self._wanted, self._is_main = limit, wanted, is_main
-        self._state, self._last = state, Dropped()
-
-    def look(self, step: int, rounds: int, num_kept: int, num_surplus: int, dropped: Dropped) -> RankMetrics:
-        """After the rollouts of `step` (1-based), from figures over all ranks: counts an empty step. Rank 0 logs a
-        warning of one that is not full, and returns the metrics. `num_surplus`: groups with a gradient beyond those
-        that a step trains on.
-        """
-        self._state.empty_steps = 0 if num_kept else self._state.empty_steps + 1
-        self._last = dropped
-        if not self._is_main:
-            return {}
-        if num_kept < self._wanted:
-            kept = f"{num_kept} of {self._wanted} groups"
-            _log.warning("step %d: dynamic sampling kept %s in %d rollouts; it dropped %s", step, kept, rounds, dropped)
-        row: dict[str, float] = {
-            "sampling/rounds": rounds,
-            "sampling/kept_groups": num_kept,
-            "sampling/surplus_groups": num_surplus,
-            "sampling/dropped_groups": dropped.groups,
-            "sampling/empty_in_a_row": self._state.empty_steps,
-        }
-        if dropped.responses:
-            row["sampling/dropped_reward"] = dropped.mean_reward
-            row["sampling/dropped_accuracy"] = dropped.correct / dropped.responses
-        return sums(row)
-
-    def check(self) -> None:
-        """Raises TrainingError on every rank after `train.max_lost_steps` such steps in a row."""
-        count = self._state.empty_steps
-        if self._limit and count >= self._limit:
-            raise TrainingError(
-                f"dynamic sampling kept no group in {count} steps in a row (train.max_lost_steps = "
-                f"{self._limit}), the last of {self._last}. Change the prompts, the rewards or "
-                "rollout.samples_per_prompt"
-            )
+def look_at_kept(step: int, rounds: int, num_kept: int, wanted: int, num_surplus: int, dropped: Dropped) -> RankMetrics:
+    """On rank 0, after the rollouts of `step` (1-based), from figures over all ranks: metrics, and a logged warning of
+    a step that has fewer groups than `wanted`. `num_surplus`: groups with a gradient beyond those.
+    """
+    if num_kept < wanted:
+        kept = f"{num_kept} of {wanted} groups"
+        _log.warning("step %d: dynamic sampling kept %s in %d rollouts; it dropped %s", step, kept, rounds, dropped)
+    row: dict[str, float] = {
+        "sampling/rounds": rounds,
+        "sampling/kept_groups": num_kept,
+        "sampling/surplus_groups": num_surplus,
+        "sampling/dropped_groups": dropped.groups,
+    }
+    if dropped.responses:
+        row["sampling/dropped_reward"] = dropped.mean_reward
+        row["sampling/dropped_accuracy"] = dropped.correct / dropped.responses
+    return sums(row)

@@ -12,7 +12,13 @@ from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning, warmup_warning
+from megatron_tlt.config.checks.learning import (
+    kl_estimator_warning,
+    learning_rate_warning,
+    ratio_warning,
+    warmup_warning,
+    without_effect,
+)
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.completions import read_completions
@@ -95,8 +101,8 @@ def _unread_modules(actor: ActorSection) -> str | None:
 
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
-    own = [kl_estimator_warning(config.algorithm), None if config.env is None else environment_warning(config.env)]
-    own.append(reward_warning(config))
+    own = [kl_estimator_warning(config.algorithm), ratio_warning(config.algorithm), *without_effect(config.algorithm)]
+    own += [None if config.env is None else environment_warning(config.env), reward_warning(config)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
     own.append(unread_tools(config, tools))
@@ -127,7 +133,9 @@ def _of_rows(config: Config) -> list[str]:
 
 
 def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
-    """Records that are left out because they have no text to learn, and what `_of_rows` finds in prompts."""
+    """Records that are left out because they have no text to learn, turns of the assistant that are context, and what
+    `_of_rows` finds in prompts.
+    """
     found = []
     tokenizer = tokenizer_here(config) if section.chat_template else None
     for field, path, split in section.files:
@@ -138,6 +146,10 @@ def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
         if blank := [place for place, row in zip(places, rows, strict=True) if row.is_blank]:
             why = f"have no text to learn and are left out (the first: {blank[0]})"
             found.append(f"{at}: {len(blank)} of {len(rows)} records {why}")
+        if earlier := sum(row.earlier for row in rows):
+            turns = earlier + sum(len(row.turns[::2]) for row in rows)
+            why = "stand before the last message of the user: they are context and not learned"
+            found.append(f"{at}: {earlier} of {turns} turns of the assistant {why}")
         if tokenizer is not None:
             prompts = zip(places, (row.prompt for row in rows), strict=True)
             found += row_warnings(tokenizer, at, _remedy(config), prompts, any(row.tools for row in rows))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_tlt.models.decoders.base import DTYPES
+from megatron_tlt.trainer.empty_steps import EmptySteps
 from megatron_tlt.trainer.job import Job, State
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.sync.push import BucketedSync
-    from megatron_tlt.trainer.batch_assembly import BatchAssembler
+    from megatron_tlt.trainer.batch_assembly import BatchAssembler, StepTable
     from megatron_tlt.trainer.evaluation import Evaluator
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.recovery import Recovery, TrainState
@@ -50,6 +51,7 @@ class RLTrainer(Job):
     def __post_init__(self) -> None:
         self.num_steps = self.config.train.num_steps
         self.checkpoints, self.shutdown = self.recovery.checkpoints, self.recovery.shutdown
+        self.empty_steps = EmptySteps(self.config, self.state, self.world.is_main)
 
     def run(self) -> bool:
         try:
@@ -89,7 +91,7 @@ class RLTrainer(Job):
             batch = self.assembler.build_batch(sequences, table)
         self.recovery.may_stop("update")
         with self.metrics.phase("update"):
-            updated = self._update(batch)
+            updated = self._update(batch, table)
         with self.metrics.phase("merge"):
             merged = self.drafter.merge(at_once=self.recovery.checkpoint_is_due())
         pushed = self._sync_weights()
@@ -100,10 +102,10 @@ class RLTrainer(Job):
         # Before it is saved: a resumed run must find the metrics and the evaluation of the step it resumes after.
         self._maybe_evaluate()
 
-    def _update(self, batch: TrainBatch) -> dict[str, float]:
+    def _update(self, batch: TrainBatch, table: StepTable) -> dict[str, float]:
         """Updates the policy. Returns metrics."""
         out = self.policy.train_step(batch)
-        return out.metrics | self.recovery.look_at(batch, out)
+        return out.metrics | self.recovery.look_at(batch, out) | self.empty_steps.look(self.done + 1, table, out)
 
     def _sync_weights(self) -> dict[str, float]:
         """The policy, and the drafter if a merge has changed it, into every engine: both or none. Returns metrics."""
@@ -149,6 +151,8 @@ class RLTrainer(Job):
             if self.policy.has_stepped:
                 # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
                 self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
+            else:
+                self.note(f"no checkpoint of step {self.done}: {self.unsaved()}")
             self.checkpoints.wait()
         self.recovery.rollout_cache.clear()
         self.metrics.finish(self.checkpoints.latest())
@@ -180,14 +184,12 @@ class RLTrainer(Job):
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             return "there was no update yet, the next start begins anew"
-        if self.recovery.nonfinite.in_a_row:  # weights that may be broken must not push good ones out
-            return "not saved, for updates were not finite; the next start goes on before them"
-        return None
+        return self.recovery.nonfinite.unsaved()
 
     def save_if_due(self) -> None:
         super().save_if_due()
         self.recovery.rollout_cache.remove_until(self.checkpoints.newest)
-        self.sampler.empty_steps.check()
+        self.empty_steps.check()
         self.recovery.nonfinite.check()
 
     def phase(self, name: str) -> AbstractContextManager[None]:

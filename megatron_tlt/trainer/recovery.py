@@ -30,7 +30,7 @@ class TrainState:
     """How far a run is. A checkpoint holds it beside policy, optimizer and schedule."""
 
     step: int = 0  # steps done
-    empty_steps: int = 0  # the last ones in a row of which dynamic sampling kept no group
+    empty_steps: int = 0  # the last ones in a row in which no response was trained on, see `EmptySteps`
     evaluations: list[EvalResult] = field(default_factory=list)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
-from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
+from megatron_tlt.trainer.dynamic_sampling import Dropped, look_at_kept
 from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.types import GenerateCall, SampleGroup, SamplingParams
 
@@ -74,11 +74,6 @@ class GroupSampler:
     metrics: RunMetrics
     _lengths: np.ndarray = field(default_factory=lambda: np.array([_FIRST_LENGTH]))
     """Tokens of the last rollout's responses, ascending."""
-    empty_steps: EmptySteps = field(init=False)
-
-    def __post_init__(self) -> None:
-        train, is_main = self.config.train, self.queues.world.is_main
-        self.empty_steps = EmptySteps(train.max_lost_steps, train.prompts_per_step, is_main, self.recovery.state)
 
     def sample(self, step: int) -> tuple[list[SampleGroup], list[SampleGroup], RankMetrics]:
         """Of this rank in `step` (1-based): the groups to train on; all that were scored, also those that dynamic
@@ -117,7 +112,8 @@ class GroupSampler:
             chosen = set(ids[:num_prompts])
             _forget_experts([group for group in kept if group.prompt.prompt_id not in chosen])
             kept = [group for group in kept if group.prompt.prompt_id in chosen]
-            row |= self.empty_steps.look(step, rounds, len(chosen), len(ids) - len(chosen), dropped)
+            if self.queues.world.is_main:  # ranks' figures are added up
+                row |= look_at_kept(step, rounds, len(chosen), num_prompts, len(ids) - len(chosen), dropped)
         return kept, scored, row
 
     def _next_prompts(self, step: int, count: int) -> list[Prompt]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +27,7 @@ from megatron_tlt.errors import CheckpointError, DataError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.jsonl import StepFile
 from megatron_tlt.observe.progress import build_progress
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.trainer.job import Job, State
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.world import World
     from megatron_tlt.resilience.signals import StopSignals
+
+_log = logging.getLogger(__name__)
 
 LOSSES_FILE = "losses.jsonl"  # in `sft.out`: a row a step
 _LINES = 20  # of a training, beside those of its evaluations
@@ -83,6 +88,18 @@ def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
         epoch += 1
 
 
+def _filler_warning(sequences: Sequence[TrainSequence], tokens_per_step: int, dp: int) -> str | None:
+    """The warning where a mean step has fewer sequences than the `dp` replicas, so that some compute fillers only."""
+    mean = sum(s.trajectory.length for s in sequences) / len(sequences)
+    count = max(1, int(tokens_per_step / mean))
+    if count >= dp:
+        return None
+    return (
+        f"sft.tokens_per_step = {tokens_per_step} is about {count} records of {mean:.0f} tokens, and there are {dp} "
+        f"data-parallel replicas: the others compute nothing. With {math.ceil(dp * mean)} tokens each has a record"
+    )
+
+
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     """Digest of the training records, of what decides their order, and of the model and adapter at the start."""
     sft, model, lora = config.sft, config.model, config.actor.lora
@@ -126,6 +143,7 @@ class SftTrainer(Job):
             seed=sft.seed,
         )
         at = config.state_dir
+        self.nonfinite = NonFiniteGuard(sft.max_lost_steps, at, world, self.policy.dims, "sft.max_lost_steps")
         self.checkpoints = CheckpointManager(config.checkpoint, at, sft.num_steps, self.policy, world, lock)
 
     def load(self, state: State | None) -> None:
@@ -144,6 +162,9 @@ class SftTrainer(Job):
     def begin(self) -> bool:
         """Opens the display and the steps that are not done."""
         sft = self.config.sft
+        warning = _filler_warning(self._train, sft.tokens_per_step, self.policy.dims.dp)
+        if warning is not None and self.world.is_main:
+            _log.warning(warning)
         self.progress = build_progress("auto", sft.num_steps, self.world.rank)
         self._steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self.done, None)
         self._started, self._tokens = time.perf_counter(), 0
@@ -158,11 +179,14 @@ class SftTrainer(Job):
         sequences = next(self._steps)
         self.world.enter("update", step)
         self.shutdown.sync("update")
-        out = self.policy.train_step(self._share(sequences))
+        batch = self._share(sequences)
+        out = self.policy.train_step(batch)
+        self.nonfinite.look(step, batch, out)
         self.done = step
         self._tokens += sum(s.trajectory.length for s in sequences)
         self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
-        if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
+        is_due = step < sft.num_steps and bool(sft.save_every) and step % sft.save_every == 0
+        if is_due and self.unsaved() is None:
             self.world.enter("save", step)
             self._write()
 
@@ -173,11 +197,19 @@ class SftTrainer(Job):
 
     def unsaved(self) -> str | None:
         """Without an update there is no state that could be loaded."""
-        return None if self.policy.has_stepped else "there was no update yet, the next start begins anew"
+        if not self.policy.has_stepped:
+            return "there was no update yet, the next start begins anew"
+        return self.nonfinite.unsaved()
+
+    def save_if_due(self) -> None:
+        super().save_if_due()
+        self.nonfinite.check()
 
     def finish(self) -> None:
         """Writes `sft.out` and removes the checkpoints."""
-        self._keep()  # ends the last save, or does it again where it failed: what follows may fail, too
+        # Ends the last save, or does it again where it failed: what follows may fail, too.
+        if self._keep() is not None:
+            self.note("the last updates were not finite and are skipped: the result has the weights before them")
         self.world.enter("save", self.done)
         self._write()
         if self.world.is_main:

@@ -131,7 +131,13 @@ def _metrics(step: int, at: float, busy: list[float], speculation: bool, idle_tr
     ranks, waits = len(busy), [max(busy) - seconds for seconds in busy]
     row: dict[str, Any] = {"step": step, "time": round(at, 3)}
     row |= {"reward/mean": 0.5 + 0.01 * step, "reward/accuracy": 0.4 + 0.01 * step}
-    row |= {"length/mean": 70.0, "length/median": 50.0, "length/p95": 230.0, "length/max": 448.0}
+    row |= {
+        "length/mean": 70.0,
+        "length/median": 50.0,
+        "length/p95": 230.0,
+        "length/max": 448.0,
+        "length/truncated": 0.1,
+    }
     row |= {f"time/{name}": seconds for name, _, seconds in UPDATE_PHASES}
     row |= {"time/rollout": sum(busy) / ranks, "time/idle": sum(waits) / ranks, "time/step": max(busy) + 2.1}
     row |= {"engine/tokens_per_s": 1000.0 * ranks, "engine/generated_tokens": 5000.0 * ranks}

@@ -62,6 +62,40 @@ def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
     )
 
 
+def without_effect(algorithm: AlgorithmSection) -> list[str]:
+    """Warnings of settings that differ from their defaults and that another one leaves without effect."""
+    name, estimator, default = algorithm.name, algorithm.kl_estimator, AlgorithmSection()
+    found = []
+    if algorithm.mini_batches == 1:
+        clips = {"low": algorithm.ratio_clip_low, "high": algorithm.ratio_clip_high}
+        only = "with algorithm.mini_batches = 1: the ratio is 1 in a step's only update"
+        found += [(f"ratio_clip_{side} = {clip:g}", only) for side, clip in clips.items() if clip is not None]
+    if estimator != default.kl_estimator:
+        if name == "distill":
+            found.append((f"kl_estimator = {estimator}", "with algorithm.name = distill, whose advantages take k1"))
+        elif not algorithm.kl_weight:
+            found.append((f"kl_estimator = {estimator}", "without algorithm.kl_coef: there is no KL term"))
+        elif algorithm.kl_in == "reward" and estimator != "k1":
+            found.append((f"kl_estimator = {estimator}", "with algorithm.kl_in = reward, which takes k1"))
+    if algorithm.advantage_eps != default.advantage_eps and name in ("rloo", "dr_grpo"):
+        why = f"with algorithm.name = {name}, which divides by no deviation"
+        found.append((f"advantage_eps = {algorithm.advantage_eps:g}", why))
+    if algorithm.max_sampling_rounds != default.max_sampling_rounds and not algorithm.dynamic_sampling:
+        rounds = f"max_sampling_rounds = {algorithm.max_sampling_rounds}"
+        found.append((rounds, "without algorithm.dynamic_sampling"))
+    return [f"algorithm.{setting} has no effect {why}" for setting, why in found]
+
+
+def ratio_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning of gspo where every ratio is 1, so that there is none of a whole response; None otherwise."""
+    if algorithm.name != "gspo" or algorithm.mini_batches > 1:
+        return None
+    return (
+        "algorithm.name = gspo with algorithm.mini_batches = 1: every ratio is 1, so the gradient is that of grpo, but "
+        "for the correction of the engine's log-probs (algorithm.importance_cap), which is of a whole response"
+    )
+
+
 def check_data(config: Config) -> Problems:
     """Sources name what they need; an evaluation has prompts and draws of its own."""
     for path, source in config.data.sources:
@@ -187,7 +221,8 @@ def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device:
 def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | None) -> str | None:
     """The warning where the learning rate is far below or above what trains such a model; None where it is not.
 
-    High ones are looked for in RL alone, and not in small models: fine-tuning and small models take higher ones.
+    High ones are looked for in RL alone, and not in small models: fine-tuning and small models take higher ones. Low
+    ones are those of adapters, and the default, which is RL's, in fine-tuning.
     """
     optimizer, lora = config.optimizer, config.actor.lora
     if optimizer.name != "adam":
@@ -195,6 +230,8 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
     given = f"optimizer.lr = {optimizer.lr:g} is"
     if lora is not None and optimizer.lr < FULL_TRAINING_LR:
         return f"{given} usual for full training; adapters learn with about ten times as much ({10 * optimizer.lr:g})"
+    if config.records is not None and optimizer.lr < FULL_TRAINING_LR:
+        return f"{given} usual for RL; fine-tuning of all weights takes about 1e-5, of small models more"
     times, what = (1, "all") if lora is None else (10, "adapters")
     usual, highest = times * USUAL_RL_LR, times * HIGHEST_RL_LR
     if config.rl is None or shape is None or optimizer.lr <= highest or total_parameters(shape) < SMALL_MODEL:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
@@ -153,18 +152,11 @@ def _drafts(config: Config, tokens: int) -> str:
 
 
 def _without_effect(config: Config) -> list[str]:
-    """Settings that another one leaves without effect, which a recipe may have for another case."""
-    algorithm, default, backend = config.algorithm, AlgorithmSection(), config.rollout.backend
-    found = []
-    if not CAPABILITIES[backend].logprobs and algorithm.importance_cap:
-        found.append(f"with {backend}: algorithm.importance_cap: the engine gives no log-probs")
-    if algorithm.kl_in == "reward" and algorithm.kl_estimator not in ("k1", default.kl_estimator):
-        estimator = f"algorithm.kl_estimator = {algorithm.kl_estimator}"
-        found.append(f"with algorithm.kl_in = reward: {estimator}: the reward takes k1")
-    rounds = algorithm.max_sampling_rounds
-    if not algorithm.dynamic_sampling and rounds != default.max_sampling_rounds:
-        found.append(f"without algorithm.dynamic_sampling: algorithm.max_sampling_rounds = {rounds}")
-    return [f"  no effect {text}" for text in found]
+    """A default that the engine leaves without effect; of other settings it is a warning."""
+    backend = config.rollout.backend
+    if CAPABILITIES[backend].logprobs or not config.algorithm.importance_cap:
+        return []
+    return [f"  no effect with {backend}: algorithm.importance_cap: the engine gives no log-probs"]
 
 
 def _memory(

@@ -117,7 +117,6 @@ class WeightedNll:
     """-advantage * weight * logprob plus an entropy term: smooth, and every input matters."""
 
     entropy_factor: float = 0.01
-    needs_reference: bool = False
 
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         value = -(x.advantages * x.logprobs + self.entropy_factor * x.entropy) * x.weights * x.mask
@@ -129,7 +128,6 @@ class ClippedRatio:
     """PPO's clipped objective with a k3 KL term to the reference."""
 
     kl: float = 0.1
-    needs_reference: bool = True
 
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
@@ -145,8 +143,6 @@ class ClippedRatio:
 @dataclass
 class Exploding:
     """A loss whose gradient is infinite."""
-
-    needs_reference: bool = False
 
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return (x.logprobs * x.mask).sum() * float("inf"), {}

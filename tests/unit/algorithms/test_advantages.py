@@ -179,17 +179,3 @@ def test_overlong_shaping_mixes_no_group(value: float) -> None:
     group = group_of([3, 9], [value, value])
     assert len(set(dynamic.shaped(group))) == 2 and not dynamic.keep_group(group)
     assert dynamic.keep_group(group_of([3, 10], [0.0, 1.0])), "shaped to one reward, and mixed all the same"
-
-
-def test_defaults_of_the_papers() -> None:
-    clips = {name: build_algorithm(AlgorithmSection(name=name), 10) for name in ALGORITHMS}
-    assert {n: (a.clip_low, a.clip_high) for n, a in clips.items()} == {
-        "grpo": (0.2, 0.2),
-        "dr_grpo": (0.2, 0.2),
-        "dapo": (0.2, 0.28),
-        "rloo": (0.2, 0.2),
-        "reinforce_pp": (0.2, 0.2),
-        "gspo": (3e-4, 4e-4),
-        "distill": (0.2, 0.2),
-    }
-    assert [name for name, algorithm in clips.items() if algorithm.needs_reference] == ["distill"]

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megatron_tlt.observe import log
-from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress
+from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress, step_line
 from megatron_tlt.observe.rollouts import sample_rows
 from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary
 from megatron_tlt.types import GenerateCall, Prompt, RewardResult, Sample, SampleGroup, SamplingParams
@@ -93,6 +93,13 @@ def test_a_step_is_a_line_and_a_terminal_has_a_live_one_under_it(monkeypatch):
     assert "\x1b[?25" not in live, "a rank that is killed could not show the cursor again"
     monkeypatch.setenv(TERMINAL_VARIABLE, "90")
     assert "5 running" in shown("auto") and shown("plain") == STEP_3
+
+
+@pytest.mark.parametrize(
+    ("share", "says"), [(None, ""), (0.04, ""), (0.05, "  truncated 5%"), (1.0, "  truncated 100%")]
+)
+def test_many_truncated_responses_are_in_the_line(share, says):
+    assert step_line(3, 20, {"length/mean": 8.0, "length/truncated": share}) == f"step 3/20  length 8{says}"
 
 
 def group(index: int, *values: float) -> SampleGroup:

@@ -19,6 +19,12 @@ def test_the_warning_comes_once_and_again_after_a_step_with_a_gradient() -> None
     assert said[2] is not None and "in the last 3 steps" in said[2] and quoted in said[2]
 
 
+@pytest.mark.parametrize(("truncated", "is_named"), [(0.9, True), (0.1, False)])
+def test_many_truncated_responses_are_named_beside_equal_rewards(truncated: float, is_named: bool) -> None:
+    said = equal_rewards_warning([EQUAL, EQUAL, EQUAL | {"length/truncated": truncated}], "grpo", [])
+    assert said is not None and ("90% of the responses were truncated (rollout.max_tokens" in said) == is_named
+
+
 @pytest.mark.parametrize(
     ("algorithm", "row", "is_warned"),
     [

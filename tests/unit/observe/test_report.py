@@ -63,6 +63,12 @@ def test_the_teachers_kl_is_in_the_learning_chart(tmp_path):
     assert chart.y == "nats a token" and chart.figure.data[0].y[-1] == 0.1 / run.last_step
 
 
+def test_truncated_responses_are_beside_the_lengths(tmp_path):
+    chart = charts(run_page(read_run(write_run(tmp_path / "r"))))["Response length"]
+    truncated = chart.traces[-1]
+    assert (truncated["name"], truncated["yaxis"]) == ("truncated (right)", "y2") and len(chart.traces) == 5
+
+
 def test_the_curve_is_the_sum_of_the_ranks_in_the_longest_rollout(tmp_path):
     run = read_run(write_run(tmp_path / "r", ranks=3, steps=2))
     total, drafting = charts(run_page(run))["Running requests"].traces

@@ -1,6 +1,7 @@
 """What `check` and a start say of rewards, environments and settings that are allowed and most likely not meant."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,9 +41,16 @@ def test_check_names_the_functions_that_a_correct_response_needs():
     assert "a response with all of" not in check_report(bonus, 4)
 
 
-def test_a_kl_term_without_gradient_is_a_warning_of_check():
-    report = check_report(make(algorithm={"kl_coef": 0.1, "kl_estimator": "k1"}), 4)
-    assert "warning: algorithm.kl_estimator = k1" in report and "Use k2" in report
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator = k1 with .* Use k2"),
+        ({"ratio_clip_high": 0.28}, "ratio_clip_high = 0.28 has no effect with algorithm.mini_batches = 1"),
+        ({"name": "gspo"}, "name = gspo with algorithm.mini_batches = 1"),
+    ],
+)
+def test_what_an_algorithm_does_not_use_is_a_warning_of_check(algorithm, says):
+    assert re.search(f"warning: algorithm.{says}", check_report(make(algorithm=algorithm), 4))
 
 
 @pytest.mark.parametrize(
@@ -57,14 +65,16 @@ def test_a_kl_term_without_gradient_is_a_warning_of_check():
     ],
 )
 def test_a_learning_rate_that_does_not_fit_the_model_is_a_warning(lr, vocab_size, actor, says):
-    """Of `check`, and of a start, which logs the same list; of fine-tuning only where it is too low for adapters."""
+    """Of `check`, and of a start, which logs the same list; of fine-tuning only where it is too low."""
     model = {"path": "not/here", "architecture": ARCHITECTURE | {"vocab_size": vocab_size}}
     config = make(model=model, optimizer={"lr": lr}, actor=actor)
     found = [text for text in input_warnings(config, "cpu") if text.startswith("optimizer.lr = ")]
     assert [f"optimizer.lr = {says}" in text for text in found] == ([] if says is None else [True])
     assert all(f"\nwarning: {text}\n" in check_report(config, 1, elsewhere=True) for text in found)
     sft = SftConfig.model_validate({"model": model, "optimizer": {"lr": lr}, "sft": {"train_path": "t", "out": "o"}})
-    assert not any("high for RL" in text for text in input_warnings(sft, "cpu"))
+    of_rate = [text for text in input_warnings(sft, "cpu") if text.startswith("optimizer.lr = ")]
+    low = ["optimizer.lr = 1e-06 is usual for RL; fine-tuning of all weights takes about 1e-5, of small models more"]
+    assert of_rate == (low if lr == 1e-6 else [])
 
 
 @pytest.mark.parametrize(("warmup", "says"), [(4, []), (8, ["optimizer.warmup_steps = 8 exceeds the 4 optimizer"])])
@@ -93,6 +103,18 @@ def test_records_that_are_not_learned_whole_are_counted(tmp_path):
     at = f"sft.train_path = {path}"
     assert blank == f"{at}: 2 of 4 records have no text to learn and are left out (the first: {path}:2)"
     assert unseen.startswith(f"{at}: the chat template of {model} does not read 'tools', so prompts do not show")
+
+
+def test_turns_of_the_assistant_that_are_context_are_counted(tmp_path):
+    asked, answer = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
+    rows = [[asked, answer], [asked, answer, asked, answer], [asked, answer, asked, answer, asked, answer]]
+    for count, says in ((1, []), (3, ["3 of 6 turns of the assistant stand before the last message of the user"])):
+        path = tmp_path / "r.jsonl"
+        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows[:count]))
+        tree = {"model": {"path": "not/here"}, "sft": {"train_path": str(path), "out": "o", "chat_template": False}}
+        found = [text for text in input_warnings(SftConfig.model_validate(tree), "cpu") if "context" in text]
+        assert len(found) == len(says)
+        assert all(text.startswith(f"sft.train_path = {path}: {say}") for text, say in zip(found, says, strict=True))
 
 
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import CheckpointError, TrainingError, UnjudgedError
+from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
-from megatron_tlt.trainer.dynamic_sampling import Dropped, EmptySteps
-from megatron_tlt.trainer.recovery import Recovery, TrainState
+from megatron_tlt.trainer.recovery import TrainState
 from megatron_tlt.trainer.sampling import GroupSampler
 from megatron_tlt.types import (
     GenerateCall,
@@ -185,40 +183,22 @@ def test_all_scored_groups_of_all_rounds_come_back_beside_those_to_train_on() ->
     assert figures == {"kept": 3, "surplus": 1, "dropped": 2}, "together all that were scored"
 
 
-def test_steps_without_a_mixed_group_are_counted_and_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_without_a_mixed_group_is_a_warning_and_figures(caplog: pytest.LogCaptureFixture) -> None:
     """Prompts 0 and 2 have one reward each, 1 has two."""
-    sampler = sampler_of(Ranks(), wanted=1)
+    ranks = Ranks()
+    sampler = sampler_of(ranks, wanted=1)
     *_, row = sampler.sample(4)
     dropped = "1 groups with equal rewards, mean reward 1, 100.0% of responses correct: all right, prompts too easy"
     assert caplog.messages == [f"step 4: dynamic sampling kept 0 of 1 groups in 1 rollouts; it dropped {dropped}"]
-    figures = {"rounds": 1, "kept_groups": 0, "surplus_groups": 0, "dropped_groups": 1, "empty_in_a_row": 1}
+    figures = {"rounds": 1, "kept_groups": 0, "surplus_groups": 0, "dropped_groups": 1}
     figures |= {"dropped_reward": 1, "dropped_accuracy": 1}
     assert {name.partition("/")[2]: row[name].value for name in row if name.startswith("sampling/")} == figures
-    groups, _, row = sampler.sample(4)
-    assert [g.prompt.prompt_id for g in groups] == [1] and row["sampling/empty_in_a_row"].value == 0
-    sampler.empty_steps.check()
-    for limit, ends in ((1, True), (2, False), (0, False)):
-        empty = EmptySteps(limit, 1, is_main=False, state=TrainState())
-        assert empty.look(1, 1, 0, 0, Dropped(2, 8, 2.0, 1)) == {}, "of rank 0 alone: ranks' figures are added up"
-        with pytest.raises(TrainingError, match=r"max_lost_steps = 1.*mean reward 0.25") if ends else nullcontext():
-            empty.check()
-
-
-def test_empty_steps_before_and_behind_a_resume_are_counted_together() -> None:
-    """A job that is preempted every other step would never end."""
-    names = ("prompts", "carried", "backend", "drafter", "checkpoints", "rollout_cache", "nonfinite", "shutdown")
-    before, behind = (Recovery(state=TrainState(), **{name: MagicMock() for name in names}) for _ in range(2))
-    empty = EmptySteps(2, 1, is_main=False, state=before.state)
-    empty.look(1, 1, 0, 0, Dropped())
-    empty.check()
-    saved = before.state_dict()
-    with pytest.raises(CheckpointError, match="has no 'empty_steps': another version wrote it"):
-        behind.load({name: value for name, value in saved.items() if name != "empty_steps"})
-    behind.load(saved)
-    resumed = EmptySteps(2, 1, is_main=False, state=behind.state)
-    resumed.look(2, 1, 0, 0, Dropped())
-    with pytest.raises(TrainingError, match="in 2 steps in a row"):
-        resumed.check()
+    groups, *_ = sampler.sample(4)
+    assert [g.prompt.prompt_id for g in groups] == [1]
+    ranks.is_main = False
+    *_, row = sampler_of(ranks, wanted=1).sample(4)
+    assert not any(name.startswith("sampling/") for name in row), "of rank 0 alone: ranks' figures are added up"
+    assert len(caplog.messages) == 1
 
 
 def test_a_rollout_of_which_nothing_was_judged_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,23 +1,32 @@
 """Records of supervised fine-tuning and their way into optimizer steps."""
 
 import json
+import re
 import shutil
+from contextlib import nullcontext
 from itertools import islice
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import datasets
 import pytest
+import torch
 
 from megatron_tlt.config.data import PromptSourceConfig
+from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.root import SftConfig, SftSection
 from megatron_tlt.data.sources import open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import DataError
+from megatron_tlt.errors import DataError, TrainingError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.trainer.sft import LOSSES_FILE, SftTrainer, _fingerprint, read_records, steps_of
+from megatron_tlt.types import TrainOutput
 from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
+
+NAN = float("nan")
 
 
 def read(path, tokenizer=None, max_context=10, **settings):
@@ -97,6 +106,11 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ),
         ({"messages": [ASKED, {**ANSWER, "train": False}]}, "message 1 has train false"),
         ({"messages": [ASKED, {**ANSWER, "mask": 1}]}, "message 1 has mask 1"),
+        (
+            {"messages": [ASKED, {**CALL, "weight": 1}, ASKED, ANSWER]},
+            "message 1 has weight 1: it is context, before the user's last one",
+        ),
+        ({"messages": [ASKED, {**CALL, "train": True}, ASKED, ANSWER]}, "message 1 has train true: it is context"),
         ({"messages": [ASKED, ANSWER], "system": "S"}, "field 'system' does not reach the model"),
         ({**PAIR, "system_prompt": "S"}, "field 'system_prompt' does not reach the model"),
         ({**PAIR, "images": ["a.png"]}, "field 'images' is not empty: models read text only"),
@@ -139,7 +153,7 @@ def test_an_instruction_whose_input_is_a_column_of_its_own_is_refused(tmp_path, 
 
 
 def test_what_a_record_says_of_its_context_or_twice_is_no_error(tmp_path):
-    system, earlier = {"role": "system", "content": "S"}, {**CALL, "weight": 0, "train": False}
+    system, earlier = {"role": "system", "content": "S"}, {**CALL, "weight": 0, "train": False, "mask": 1}
     messages = [system, ASKED, earlier, ASKED, {**ANSWER, "weight": 1, "train": True}]
     path = write(
         tmp_path / "r.jsonl", json.dumps({"messages": messages, "prompt": "1 + 2", "system": "S", "images": []})
@@ -202,6 +216,26 @@ def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):
     assert again == taken
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dp", "says"),
+    [
+        (16, 6, "16 is about 5 records of 3 tokens, and there are 6 .* With 18 tokens each"),
+        (16, 5, None),
+        (1, 1, None),  # a step has a record at least
+    ],
+)
+def test_replicas_without_a_record_are_named_at_the_start(tokens, dp, says, tmp_path, caplog):
+    sft = {"train_path": "r.jsonl", "out": str(tmp_path), "tokens_per_step": tokens}
+    trainer = SftTrainer.__new__(SftTrainer)
+    trainer.config = SftConfig.model_validate({"model": {"path": "m"}, "sft": sft})
+    trainer.world, trainer.policy = SimpleNamespace(is_main=True, rank=0), SimpleNamespace(dims=SimpleNamespace(dp=dp))
+    trainer._train = read(write(tmp_path / "r.jsonl", *['{"prompt": "a", "completion": "b"}'] * 2))
+    assert trainer.begin()
+    trainer._rows.close()
+    assert len(caplog.messages) == (says is not None)
+    assert all(re.match(f"sft.tokens_per_step = {says}", text) for text in caplog.messages)
+
+
 def test_a_training_is_shown_in_some_lines_and_each_step_has_a_row(tmp_path, capsys):
     """Also one that is shorter than the interval of evaluations."""
     sft = {"train_path": "r.jsonl", "out": str(tmp_path), "num_steps": 60, "eval_every": 50}
@@ -227,7 +261,32 @@ def test_the_last_step_is_saved_before_the_result_also_where_its_save_has_failed
     trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(every=every))
     trainer.world = SimpleNamespace(is_main=False, enter=lambda *_: None)
     trainer.policy, trainer.done = SimpleNamespace(has_stepped=True), 4
+    trainer.nonfinite = SimpleNamespace(unsaved=lambda: None)
     trainer.checkpoints = SimpleNamespace(save_now=lambda step, _: written.append(step))
     trainer._write = lambda: written.append("result")
     trainer.finish()
     assert written == [4, "result"]
+
+
+@pytest.mark.parametrize("norms", [[1.0, NAN, NAN, NAN], [NAN, 1.0, NAN, NAN]])
+def test_updates_that_are_not_finite_are_not_saved_and_end_the_training(norms, tmp_path, capsys):
+    """Three in a row: before the result is written. Fewer, at the end: the result is that of the updates before."""
+    out, written = tmp_path / "out", []
+    sft = {"train_path": "r.jsonl", "out": str(out), "num_steps": 4, "save_every": 1, "eval_every": 4}
+    trainer = SftTrainer.__new__(SftTrainer)
+    trainer.config = SftConfig.model_validate({"model": {"path": "m"}, "sft": sft})
+    trainer.num_steps, trainer._eval, trainer._fingerprint = 4, [], ""
+    trainer._train = read(write(tmp_path / "r.jsonl", '{"prompt": "a", "completion": "b"}'))
+    trainer.world, trainer.shutdown = MagicMock(is_main=True, rank=0, device=torch.device("cpu")), MagicMock()
+    left = iter(norms)
+    trainer.policy = MagicMock(dims=Dims(), has_stepped=True)
+    trainer.policy.train_step = lambda _: TrainOutput(0, {"loss": 1.0, "lr": 1.0, "grad_norm": next(left)})
+    trainer.checkpoints = MagicMock(load_latest=lambda: None, save_s=0.0)
+    trainer.nonfinite = NonFiniteGuard(3, trainer.state_dir, trainer.world, Dims(), "sft.max_lost_steps")
+    trainer._write = lambda: written.append(trainer.done)
+    ends = norms[1:] == [NAN] * 3
+    with pytest.raises(TrainingError, match=r"sft\.max_lost_steps = 3") if ends else nullcontext():
+        trainer.run()
+    assert [call.args[2] for call in trainer.checkpoints.maybe_save.call_args_list] == [norm == 1 for norm in norms]
+    assert written == ([1] if ends else [2, 4]) and not trainer.checkpoints.save_now.called
+    assert ("the result has the weights before them" in capsys.readouterr().out) == (not ends)

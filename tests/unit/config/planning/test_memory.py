@@ -99,24 +99,6 @@ def test_adapters_alone_have_gradients_and_optimizer_state():
         assert stage.parts["adapters"] == 2 * (experts // parts + attention)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        ((), []),
-        (("algorithm.kl_in=reward", "algorithm.kl_estimator=k2"), ["algorithm.kl_estimator = k2"]),
-        (("algorithm.kl_in=reward", "algorithm.kl_estimator=k1"), []),
-        (("algorithm.kl_in=reward",), []),
-        (("algorithm.max_sampling_rounds=9",), ["algorithm.max_sampling_rounds = 9"]),
-        (("algorithm.max_sampling_rounds=9", "algorithm.dynamic_sampling=true"), []),
-        (("rollout.backend=vllm",), ["algorithm.importance_cap"]),
-    ],
-)
-def test_settings_without_effect_are_named(overrides, named):
-    report = render_check(config_of(*overrides), shape_of("qwen2.5-7b"), 1, "cuda").splitlines()
-    found = [line for line in report if line.startswith("  no effect")]
-    assert len(found) == len(named) and all(f": {field}" in line for field, line in zip(named, found, strict=True))
-
-
 def test_the_share_of_the_model_that_adapters_train_is_named():
     shape = shape_of("qwen2.5-7b")
     for overrides, is_named in (((), False), (("actor.lora.rank=8",), True)):
