@@ -19,6 +19,27 @@ export SLURM_EXPORT_ENV=ALL       # sbatch --export=NONE is for this script: the
 say() { echo "[$(date +%FT%T)] $*" || true; }
 die() { echo "${script_name:-slurm}: $1" >&2; exit "${2:-2}"; }
 
+# The options of launch/: sets what is given of `ranks` and `threads`, `subcommand`, and in `rest` the arguments.
+read_options() {
+    subcommand=train
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        -n | --ranks | -t | --threads)
+            [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "$1 takes a number above 0, not '${2:-}'"
+            case "$1" in -n | --ranks) ranks="$2" ;; *) threads="$2" ;; esac
+            shift 2
+            ;;
+        --cmd) [ -n "${2:-}" ] || die "--cmd takes a subcommand of megatron-tlt" && subcommand="$2" && shift 2 ;;
+        -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 0 ;; # its head
+        --) shift && break ;;
+        -*) die "unknown option $1 (options come before the configuration; see --help)" ;;
+        *) break ;;
+        esac
+    done
+    [ $# -gt 0 ] || die "no configuration given (see --help)"
+    rest=("$@")
+}
+
 # What scontrol takes this job for: of an array, this task. One of its tasks has the array's own number as SLURM_JOB_ID,
 # which scontrol takes for all of them.
 slurm_job() {

@@ -62,8 +62,9 @@ def foreign_launch(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def cpu_threads() -> int:
-    """CPU threads of this rank: OMP_NUM_THREADS (of a list the first), which launch/local.sh sets; 1 without it. Raises
-    ConfigError.
+    """CPU threads of this rank: OMP_NUM_THREADS (of a list the first), which launch/ and slurm/ set; 1 without it.
+
+    Raises ConfigError.
     """
     text = os.environ.get("OMP_NUM_THREADS", "1")
     count = _int(text.split(",")[0].strip())
