@@ -65,7 +65,7 @@ def container_problem(path: str | Path) -> str | None:
     if any(place.is_relative_to(os.path.realpath(mount)) for mount in mounts.split(":")):
         return None
     above = os.path.dirname(os.path.abspath(path))
-    return f"lies in the container and goes with the job: mount a directory above it, as MOUNTS={above}:{above}"
+    return f"lies in the container and is lost when the job ends: mount a directory above it, as MOUNTS={above}:{above}"
 
 
 def is_read(out: Path, sources: Iterable[str | Path | None]) -> bool:

@@ -87,7 +87,7 @@ IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml")
         (
             "train",
             [*IN_CONTAINER, "train.run_dir=/no/r"],
-            "= '/no/r': lies in the container and goes with the job",
+            "= '/no/r': lies in the container and is lost when the job ends",
         ),
     ],
 )
@@ -176,7 +176,7 @@ echo >>"$CALLS"
 
 
 def test_a_job_whose_first_question_slurm_does_not_answer_starts(tmp_path):
-    """Slurm runs a copy of the script, which learns from Slurm where the repository is."""
+    """Slurm runs a copy of the script, which finds the repository by its path in the job's record."""
     programs = {"scontrol": SCONTROL, "srun": "#!/bin/sh\nexit 2\n", "sleep": "#!/bin/sh\n"}
     shutil.copy(ROOT / "slurm/train.sbatch", tmp_path / "slurm_script")
     for name, text in programs.items():

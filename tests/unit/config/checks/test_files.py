@@ -35,13 +35,14 @@ def test_a_training_replaces_a_finished_one_where_it_begins_anew_only(command, t
 
 
 def test_in_a_container_only_its_mounts_are_written_to(tmp_path, monkeypatch):
-    """What lies elsewhere goes with the job: a requeued run would begin anew each time."""
+    """What lies elsewhere is lost when the job ends: a requeued run would begin anew each time."""
     monkeypatch.setenv(MOUNTS, f"{tmp_path}/a:{tmp_path}/b")
     (tmp_path / "b").mkdir()
     (tmp_path / "link").symlink_to("b")
     for place in (tmp_path / "a/run", tmp_path / "a", tmp_path / "link/x/run"):
         assert not output_directory_problems("train.run_dir", place, "train")
-    said = f"lies in the container and goes with the job: mount a directory above it, as MOUNTS={tmp_path}:{tmp_path}"
+    said = "lies in the container and is lost when the job ends: mount a directory above it, as "
+    said += f"MOUNTS={tmp_path}:{tmp_path}"
     for place in (tmp_path / "run", tmp_path / "ab", tmp_path / "a/../run"):
         (problem,) = output_directory_problems("train.run_dir", place, "train", must_be_writable=False)
         assert (problem.path, problem.value) == ("train.run_dir", str(place))
