@@ -2,36 +2,23 @@
 # Runs ranks in the current Slurm allocation (salloc), in the foreground; Ctrl-C saves and ends them.
 #
 #     salloc -N 2 --ntasks-per-node=8 --gpus-per-node=8 --exclusive
-#     launch/interactive.sh [-n RANKS] [--cmd COMMAND] CONFIG [key=value ...]
+#     launch/interactive.sh [-n RANKS] [-t THREADS] [--cmd COMMAND] CONFIG [key=value ...]
 #     launch/interactive.sh -n 2 configs/quickstart.yaml train.num_steps=5
 #     launch/interactive.sh --cmd generate -- --model DIR --prompts in.jsonl --out out.jsonl
 #
 # Without -n as many ranks as the allocation has tasks. The exit code is the ranks'. Nothing is requeued; the ranks' output
-# is printed with their numbers, not written to logs/. Variables of the environment: slurm/common.sh.
+# is printed with their numbers, not written to logs/. Variables of the environment, also for -t: slurm/common.sh.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" script_name=interactive.sh
 source "$root/slurm/common.sh"
 
-usage() { sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
-
-ranks=() subcommand=train
-while [ $# -gt 0 ]; do
-    case "$1" in
-    -n | --ranks)
-        [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "$1 takes a number above 0, not '${2:-}'"
-        ranks=(--ntasks="$2") && shift 2
-        ;;
-    --cmd) [ -n "${2:-}" ] || die "--cmd takes a subcommand of megatron-tlt" && subcommand="$2" && shift 2 ;;
-    -h | --help) usage && exit 0 ;;
-    --) shift && break ;;
-    -*) die "unknown option $1 (options come before the configuration)" ;;
-    *) break ;;
-    esac
-done
-[ $# -gt 0 ] || die "no configuration given (see --help)"
+ranks="" threads=""
+read_options "$@"
+set -- "${rest[@]}"
 [ -n "${SLURM_JOB_ID:-}" ] || die "no Slurm allocation: salloc first, or submit slurm/train.sbatch"
 in_a_job
 
+OMP_NUM_THREADS="${threads:-${OMP_NUM_THREADS:-}}"
 set_environment
 set_network
 case "$1" in -*) ;; *) find_config "$1" && set -- "$config" "${@:2}" ;; esac
@@ -46,6 +33,6 @@ else
 fi
 set_srun_words
 # USR1, which srun passes on: its own answer to SIGTERM and SIGHUP is SIGKILL for the ranks.
-run_apart USR1 srun "${srun_words[@]}" ${ranks[@]+"${ranks[@]}"} --label \
+run_apart USR1 srun "${srun_words[@]}" ${ranks:+--ntasks="$ranks"} --label \
     "$python" -m mpi4py -m megatron_tlt "$subcommand" "$@"
 exit "$(exit_code "$rc" "$(read_number "${notes:-/nonexistent}/exit" "")")"

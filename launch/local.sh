@@ -11,38 +11,13 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" script_name=local.sh
 source "$root/slurm/common.sh"
 
-usage() {
-    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-}
-
-fail() {
-    printf 'local.sh: %s\n\n' "$1" >&2
-    usage >&2
-    exit 2
-}
-
-positive() {
-    [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || fail "$1 takes a number above 0, not '${2:-}'"
-}
-
-ranks=1 threads=1 command=train
-while [ $# -gt 0 ]; do
-    case "$1" in
-    -n | --ranks) positive "$1" "${2:-}" && ranks="$2" && shift 2 ;;
-    -t | --threads) positive "$1" "${2:-}" && threads="$2" && shift 2 ;;
-    --cmd) [ -n "${2:-}" ] || fail "--cmd takes a subcommand of megatron-tlt" && command="$2" && shift 2 ;;
-    -h | --help) usage && exit 0 ;;
-    --) shift && break ;;
-    -*) fail "unknown option $1 (options come before the configuration)" ;;
-    *) break ;;
-    esac
-done
-[ $# -gt 0 ] || fail "no configuration given"
+ranks=1 threads=1
+read_options "$@"
 
 python="${PYTHON:-$root/.venv/bin/python}"
 mpiexec="${MPIEXEC:-$root/.venv/bin/mpiexec}"
 for program in "$python" "$mpiexec"; do
-    command -v "$program" >/dev/null || fail "$program is not there: run 'make setup' first"
+    command -v "$program" >/dev/null || die "$program is not there: run 'make setup' first"
 done
 
 # Without a limit every rank's thread pool would take all cores.
@@ -64,5 +39,5 @@ fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # `-m mpi4py` ends all ranks when one of them raises.
-run_apart TERM "$mpiexec" -n "$ranks" "$python" -m mpi4py -m megatron_tlt "$command" "$@"
+run_apart TERM "$mpiexec" -n "$ranks" "$python" -m mpi4py -m megatron_tlt "$subcommand" "${rest[@]}"
 exit "$rc"

@@ -7,16 +7,38 @@
 #   HF_HOME, TRITON_CACHE_DIR, VLLM_CACHE_ROOT   caches, mounted in a container, too (default: those below the home)
 #   IFACE       network interface between nodes (default: the one of the default route; lo on a single node)
 #   LOGS        directory of the logs, LOGS/JOB/ATTEMPT (default: logs in the directory of submission)
-#   REQUEUE     0: never requeue, only pass the exit code on (for chains of jobs)
+#   OMP_NUM_THREADS   CPU threads of a rank (default: those of sbatch -c, without it 1)
 #   MAX_STALLS  attempts in a row without a new checkpoint step after which it gives up (default 2)
 #   SRUN_ARGS   more arguments for srun
 # shellcheck shell=bash
 set -euo pipefail
 export SLURM_TIME_FORMAT=standard # `date` reads what scontrol prints
+export SLURM_EXPORT_ENV=ALL       # sbatch --export=NONE is for this script: the ranks get all that it sets
 
 # A log that cannot be written (a full file system) must not end the script: it would neither signal nor requeue.
 say() { echo "[$(date +%FT%T)] $*" || true; }
 die() { echo "${script_name:-slurm}: $1" >&2; exit "${2:-2}"; }
+
+# The options of launch/: sets what is given of `ranks` and `threads`, `subcommand`, and in `rest` the arguments.
+read_options() {
+    subcommand=train
+    while [ $# -gt 0 ]; do
+        case "$1" in
+        -n | --ranks | -t | --threads)
+            [[ "${2:-}" =~ ^[1-9][0-9]*$ ]] || die "$1 takes a number above 0, not '${2:-}'"
+            case "$1" in -n | --ranks) ranks="$2" ;; *) threads="$2" ;; esac
+            shift 2
+            ;;
+        --cmd) [ -n "${2:-}" ] || die "--cmd takes a subcommand of megatron-tlt" && subcommand="$2" && shift 2 ;;
+        -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit 0 ;; # its head
+        --) shift && break ;;
+        -*) die "unknown option $1 (options come before the configuration; see --help)" ;;
+        *) break ;;
+        esac
+    done
+    [ $# -gt 0 ] || die "no configuration given (see --help)"
+    rest=("$@")
+}
 
 # What scontrol takes this job for: of an array, this task. One of its tasks has the array's own number as SLURM_JOB_ID,
 # which scontrol takes for all of them.
@@ -36,14 +58,18 @@ set_environment() {
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
     # Ranks, and later starts, hash texts alike: some procedural tasks draw their items from a set.
     export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
-    # A pool of all cores in each rank would fight for them.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    # A pool of all cores in each rank would fight for them; those of sbatch -c are the rank's own.
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 }
 
 set_network() {
     local nodes="${SLURM_JOB_NUM_NODES:-1}"
-    if [ "$nodes" -gt 1 ]; then IFACE="${IFACE:-$(default_interface)}"; else IFACE="${IFACE:-lo}"; fi
-    [ -n "$IFACE" ] || die "no default route tells the network between nodes: set IFACE"
+    if [ "$nodes" -gt 1 ] && [ -z "${IFACE:-}" ]; then
+        IFACE="$(default_interface)"
+        [ -n "$IFACE" ] || die "no default route tells the network between nodes: set IFACE"
+        say "network between nodes: $IFACE (default route of $(hostname); IFACE=NAME sets another)"
+    fi
+    IFACE="${IFACE:-lo}"
     # By default both use the host name's interface, or the first that is up: on login-like nodes the wrong one.
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$IFACE}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$IFACE}"
     # NCCL finds InfiniBand by itself. Where a node has more adapters than belong to this network: NCCL_IB_HCA=mlx5_0,...
@@ -61,7 +87,7 @@ fewest() { tr , '\n' <<<"$1" | sed 's/(.*//' | sort -n | head -n 1; }
 # Arguments for srun: MPI plugin, CPUs, container. GPUs are not bound: every rank of a node sees all GPUs of the job and
 # uses its own by local rank, because NCCL's direct copies between two GPUs need both to be visible.
 set_srun_words() {
-    local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all
+    local tasks="${SLURM_NTASKS_PER_NODE:-}" cpus="${SLURM_CPUS_PER_TASK:-}" all mounts
     [ -n "$tasks" ] || tasks="${SLURM_TASKS_PER_NODE%%[!0-9]*}"
     all="$(fewest "${SLURM_JOB_CPUS_PER_NODE:-}")"
     all="${all:-${SLURM_CPUS_ON_NODE:-}}"
@@ -72,7 +98,11 @@ set_srun_words() {
     if [ -n "${CONTAINER:-}" ]; then
         set_caches
         srun_words+=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home)
-        srun_words+=(--container-mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}$caches${MOUNTS:+,$MOUNTS}")
+        mounts="$root:$root,$PWD:$PWD${attempt:+,$attempt:$attempt}$caches${MOUNTS:+,$MOUNTS}"
+        srun_words+=(--container-mounts="$mounts")
+        # SRC:DST[:FLAGS],... -> DST:...; ranks refuse to write elsewhere: it would be lost with the container.
+        MEGATRON_TLT_MOUNTS="$(tr , '\n' <<<"$mounts" | sed 's/^[^:]*:\([^:]*\).*/\1/' | paste -sd:)"
+        export MEGATRON_TLT_MOUNTS
     fi
     # shellcheck disable=SC2206  # SRUN_ARGS is a list of words
     srun_words+=(${SRUN_ARGS:-})
@@ -274,7 +304,7 @@ report_failure() {
     if grep -hE "$verdict" "$attempt"/rank-*.log; then
         grep -hE -m1 '^megatron-tlt: rank [0-9]+ failed' "$attempt"/rank-*.log | head -n 10 || true
     else
-        grep -h -A12 -m1 '^megatron-tlt: ' "$attempt"/rank-*.log | head -n 40 || tail -n 5 "$attempt/rank-00000.log"
+        grep -hE -A12 -m1 '^(megatron-tlt: |Timeout \()' "$attempt"/rank-*.log | head -n 40 || tail -n 5 "$attempt/rank-00000.log"
     fi
 }
 
@@ -298,7 +328,7 @@ requeue_or_exit() {
         exit "$rc"
     fi
     count_stalls
-    [ "${REQUEUE:-1}" != 0 ] || { say "REQUEUE=0: not requeued"; exit "$rc"; }
+    [ "$(job_fact Requeue)" != 0 ] || { say "submitted with --no-requeue: not requeued"; exit "$rc"; }
     if [ "$stalls" -gt "${MAX_STALLS:-2}" ]; then
         say "giving up: $stalls attempts in a row have written no new checkpoint step"
         exit "$rc"
@@ -325,55 +355,6 @@ hours_of() {
 # The value of an option in the script's #SBATCH lines.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$script" | head -n 1; }
 
-# `X.sbatch --dry-run [OPTIONS OF sbatch] ARGUMENTS`: sets `rest`, and in `passed` the options that change nothing here
-# and are only printed.
-read_dry_options() {
-    local name value
-    nodes="${SLURM_JOB_NUM_NODES:-$(asked nodes)}" tasks="${SLURM_NTASKS_PER_NODE:-$(asked ntasks-per-node)}"
-    gpus="${SLURM_GPUS_PER_NODE:-$(asked gpus-per-node)}" time="$(asked time)" signal="$(asked signal)"
-    cpus="" elsewhere="" passed=()
-    while [ $# -gt 0 ]; do
-        case "$1" in
-        --elsewhere) elsewhere="$1" && shift && continue ;; # of `check`
-        --exclusive | --exclusive=* | --requeue | --no-requeue) passed+=("$1") && shift && continue ;;
-        --*=*) name="${1%%=*}" value="${1#*=}" && shift ;;
-        -[!-]?*) name="$(long_name "${1:0:2}")" value="${1:2}" && shift ;; # -N4
-        -*)
-            [ $# -gt 1 ] || die "$1 takes a value"
-            name="$(long_name "$1")" value="$2" && shift 2
-            ;;
-        *) break ;;
-        esac
-        case "$name" in
-        --nodes) nodes="$value" ;;
-        --ntasks-per-node) tasks="$value" ;;
-        --gpus-per-node) gpus="$value" ;;
-        --time) time="$value" ;;
-        --cpus-per-task) cpus="$value" && passed+=("$name=$value") ;;
-        --signal) signal="$value" && passed+=("$name=$value") ;;
-        --partition | --account | --qos | --job-name | --nodelist | --exclude | --constraint | --reservation | --mem | \
-            --output | --dependency | --begin | --mail-type | --mail-user | --comment | --licenses | --nice)
-            passed+=("$name=$value")
-            ;;
-        *) die "--dry-run takes the usual options of sbatch (-N, --ntasks-per-node, --gpus-per-node, -t, -c, -p, -A, -q, -J, ...), not $name" ;;
-        esac
-    done
-    [[ "$nodes" =~ ^[1-9][0-9]*$ ]] || die "--nodes=$nodes must be a number above 0"
-    [[ "$tasks" =~ ^[1-9][0-9]*$ ]] || die "--ntasks-per-node=$tasks must be a number above 0"
-    [[ "$cpus" =~ ^([1-9][0-9]*)?$ ]] || die "--cpus-per-task=$cpus must be a number above 0"
-    asked_gpus="$gpus" gpus="${gpus##*:}" # h100:8
-    [[ "$gpus" =~ ^[0-9]+$ ]] || die "--gpus-per-node=$gpus must be a number"
-    rest=("$@")
-}
-
-long_name() {
-    case "$1" in
-    -N) echo --nodes ;; -t) echo --time ;; -c) echo --cpus-per-task ;; -p) echo --partition ;; -A) echo --account ;;
-    -q) echo --qos ;; -J) echo --job-name ;; -w) echo --nodelist ;; -x) echo --exclude ;; -C) echo --constraint ;;
-    -o) echo --output ;; -d) echo --dependency ;; -b) echo --begin ;; -L) echo --licenses ;; *) echo "$1" ;;
-    esac
-}
-
 # Warns where Slurm's signal comes so early that an attempt of the time limit $1 gets little or nothing done. $2 is the
 # option --signal, "B:USR1@240", or empty. $3: a remark on it.
 warn_of_short_time() {
@@ -384,56 +365,6 @@ warn_of_short_time() {
     say "WARNING: with a time limit of $1, Slurm's warning $lead s before it (--signal=$2${3:-}) leaves an attempt hardly any time, or none: ask for more time, or for a later warning (above stop.warning_s)"
 }
 
-# Prints what a submission would run. `set_command` of each script sets `command` from its arguments. `checked` is the
-# subcommand that checks the configuration; empty: none.
-dry_run() {
-    local hours checker report=""
-    read_dry_options "$@"
-    [ ${#rest[@]} -gt 0 ] || die "usage: $script_name --dry-run [-N NODES] [...] $arguments"
-    set_environment
-    set_command "${rest[@]}"
-    if [ ${#checked[@]} -gt 0 ]; then
-        find_config "${rest[0]}"
-        set_command "$config" "${rest[@]:1}"
-        checker="$python"
-        # The container's interpreter is not available here; the configuration can be checked without it.
-        [ -z "${CONTAINER:-}" ] || checker="$root/.venv/bin/python"
-        if command -v "$checker" >/dev/null; then
-            report="$("$checker" -m megatron_tlt "${checked[@]}" ${elsewhere:+"$elsewhere"} --show-config "$config" \
-                "cluster.nodes=$nodes" "cluster.ranks_per_node=$tasks" "${rest[@]:1}" --ranks $((nodes * tasks)))" || exit $?
-            echo "$report"
-        else
-            say "the configuration is not checked: $checker is not there ('make setup' in $root)"
-        fi
-    fi
-    if [ "$gpus" -gt 0 ] && grep -q '^  device: cpu$' <<<"$report"; then
-        report="warning: distributed.device is cpu: the job would hold $((nodes * gpus)) GPUs for nothing; submit it with --ntasks-per-node=RANKS --gpus-per-node=0"$'\n'"$report"
-    fi
-    hours="$(hours_of "$time")"
-    printf '\n%s nodes x %s ranks, %s GPUs each, for at most %s: ' "$nodes" "$tasks" "$gpus" "$time"
-    if [ -n "$hours" ]; then
-        awk -v n="$nodes" -v g="$gpus" -v h="$hours" \
-            'BEGIN { printf "%g GPU-hours (%g node-hours) an attempt\n", n * g * h, n * h }'
-    else
-        echo "GPU-hours not known without a time limit"
-    fi
-    warn_of_short_time "$time" "$signal"
-    export SLURM_JOB_NUM_NODES="$nodes" SLURM_NTASKS_PER_NODE="$tasks" SLURM_GPUS_ON_NODE="$gpus"
-    [ -z "$cpus" ] || export SLURM_CPUS_PER_TASK="$cpus"
-    set_srun_words
-    printf '\nsbatch -N %s --ntasks-per-node=%s --gpus-per-node=%s --time=%s' "$nodes" "$tasks" "$asked_gpus" "$time"
-    printf ' %q' ${passed[@]+"${passed[@]}"} "$script" "${rest[@]}"
-    printf '\n  -> srun'
-    local word
-    for word in "${srun_words[@]}" "${command[@]}"; do
-        case "$word" in *=\<*) printf ' %s' "$word" ;; *) printf ' %q' "$word" ;; esac
-    done
-    printf '\n\n%s:\n' "$script"
-    cat "$script"
-    [ -z "$report" ] || printf '\n%s:\n%s\n' "$config" "$(grep -E '^ *warning: |^to be fetched |^Fits: ' <<<"$report")"
-    exit 0
-}
-
 # A shell that outlived its allocation (tmux) may still have SLURM_JOB_ID, and nothing else.
 in_a_job() {
     [ -n "${SLURM_JOB_NUM_NODES:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ] ||
@@ -442,7 +373,12 @@ in_a_job() {
 
 # The first steps of every script: `--dry-run`, usage, environment.
 begin() {
-    [ "${1:-}" != --dry-run ] || dry_run "${@:2}"
+    [[ "${MAX_STALLS:-2}" =~ ^[0-9]+$ ]] || die "MAX_STALLS=$MAX_STALLS must be a number, 0 or more"
+    [ -z "${REQUEUE:-}" ] || die "REQUEUE=$REQUEUE is not read any more: sbatch --no-requeue submits a job that is not requeued"
+    if [ "${1:-}" = --dry-run ]; then
+        source "$root/slurm/dry_run.sh"
+        dry_run "${@:2}"
+    fi
     [ $# -gt 0 ] && [ -n "${SLURM_JOB_ID:-}" ] ||
         die "usage: sbatch [options] $script_name $arguments   (or: $script_name --dry-run [-N NODES] [-t TIME] $arguments)"
     in_a_job

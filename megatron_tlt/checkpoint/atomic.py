@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from megatron_tlt.config.checks.files import is_empty, is_read, maker_of, note_maker
+from megatron_tlt.config.checks.files import container_problem, is_empty, is_read, maker_of, note_maker
 from megatron_tlt.distributed.together import Ranks, together
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.observe.files import naming, sync
@@ -23,6 +23,8 @@ def problem_of(out: Path, command: str, overwrite: bool = False, sources: Iterab
     Nothing is replaced but what the same command made, and none of the `sources` that the new directory is made from.
     """
     try:
+        if problem := container_problem(out):
+            return f"{out} {problem}"
         if not (out.exists() or out.is_symlink()):
             return None if out.parent.is_dir() else f"{out.parent} does not exist: make it first"
         is_directory = out.is_dir() and not out.is_symlink()

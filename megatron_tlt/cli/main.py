@@ -24,7 +24,7 @@ from megatron_tlt.cli.status import add_status
 from megatron_tlt.cli.streams import drop_unwritable, open_closed_streams
 from megatron_tlt.cli.train import add_sft, add_train
 from megatron_tlt.distributed.launch import detect_launch
-from megatron_tlt.distributed.mpi import has_started, start_mpi
+from megatron_tlt.distributed.mpi import START_S, bounded_start, has_started, start_mpi
 from megatron_tlt.errors import ConfigError, DataError, TltError, printable
 from megatron_tlt.observe.attempt import note_exit
 
@@ -61,7 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     """
     open_closed_streams()
     drop_unwritable("stderr")  # an error must not hide behind another one
-    args = _parse(argv)
+    try:
+        args = _parse(argv)
+    except SystemExit as end:
+        if end.code:  # not of --help
+            note_exit(BAD_INPUT)
+        raise
     if args.command == "sft" or "train" in (args.command, getattr(args, "action", None)):
         drop_unwritable("stdout")  # a training is worth more than its output; others are run for theirs
     try:
@@ -78,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED
         report = partial(_report, error, code)
         if args.command in _ON_RANKS and detect_launch().size != 1 and not has_started():
-            with suppress(Exception):  # MPI that does not start must not hide the error
+            with suppress(Exception), bounded_start(START_S):  # MPI that does not start must not hide the error
                 start_mpi(code, report)
         report()
         return code

@@ -49,9 +49,22 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch("none", 1, 0, 0)
 
 
+def foreign_launch(environ: Mapping[str, str] | None = None) -> str | None:
+    """The problem with a start by torchrun, accelerate or deepspeed, whose processes are runs of one rank each to MPI;
+    None: there is none.
+    """
+    env = os.environ if environ is None else environ
+    size = _int(env.get("WORLD_SIZE"))
+    if detect_launch(env).launcher != "none" or size is None or size < 2:
+        return None
+    ranks = "ranks are started by launch/local.sh -n RANKS, mpiexec or srun"
+    return f"WORLD_SIZE = {size}, as torchrun sets it: {ranks}; for one process unset WORLD_SIZE"
+
+
 def cpu_threads() -> int:
-    """CPU threads of this rank: OMP_NUM_THREADS (of a list the first), which launch/local.sh sets; 1 without it. Raises
-    ConfigError.
+    """CPU threads of this rank: OMP_NUM_THREADS (of a list the first), which launch/ and slurm/ set; 1 without it.
+
+    Raises ConfigError.
     """
     text = os.environ.get("OMP_NUM_THREADS", "1")
     count = _int(text.split(",")[0].strip())

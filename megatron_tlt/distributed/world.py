@@ -37,8 +37,8 @@ from megatron_tlt.distributed.devices import (
     set_nccl_environment,
 )
 from megatron_tlt.distributed.heap import keep_freed_pages
-from megatron_tlt.distributed.launch import detect_launch
-from megatron_tlt.distributed.mpi import exit_together, start_mpi
+from megatron_tlt.distributed.launch import detect_launch, foreign_launch
+from megatron_tlt.distributed.mpi import START_S, bounded_start, exit_together, have_met, start_mpi
 from megatron_tlt.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ _POLL_S = 0.1  # at most between two looks at a counter
 _REFUSE_S = 5.0  # for the other ranks to find the same problems
 _STORE_S = 10.0  # for rank 0 to answer
 _SRUN_REMEDY = "try --mpi=pmi2 for the mpich wheel, --mpi=pmix for a site's MPI"
+_INTERFACE_REMEDY = "set GLOO_SOCKET_IFNAME (slurm/: IFACE) to the interface between the hosts (ip -br address)"
 _MPIEXEC_REMEDY = "use the mpiexec of the MPI that mpi4py has, beside python for the mpich wheel; `doctor` names it"
 _OPEN_FILES = 65536
 _FEWEST_FILES, _FILES_PER_RANK = 256, 4  # two ranks with a drafter have some 150; a group of N connects to N
@@ -109,11 +110,19 @@ class World:
     def start(cls, section: DistributedSection, threads: int | None = None) -> World:
         """Initialises MPI and torch.distributed once. Collective. With `device` cpu hides GPUs from this process.
 
-        Raises DistributedError if the ranks cannot connect, if two have the same GPU, or if the world does not have the
-        size that the launcher announced: a wrong pair of launcher and MPI library silently gives N worlds of one rank.
+        Raises DistributedError if another launcher than MPI's started it, if the ranks cannot connect, if two have the
+        same GPU, or if the world does not have the size that the launcher announced: a wrong pair of launcher and MPI
+        library silently gives N worlds of one rank. Exits where the ranks do not meet (`bounded_start`).
         """
+        if problem := foreign_launch():
+            raise DistributedError(problem)
         if section.device == "cpu":
             hide_gpus()
+        with bounded_start(max(START_S, section.timeout_s)):
+            return cls._start(section, threads)
+
+    @classmethod
+    def _start(cls, section: DistributedSection, threads: int | None) -> World:
         comm = start_mpi()
         allow_open_files(comm.size)  # now: a rank that fails before MPI's start leaves the others waiting there
         launch = detect_launch()
@@ -136,12 +145,12 @@ class World:
             store = _join(comm, hosts, device, section.timeout_s)
         except OSError as error:  # of rank 0, for its address
             names = f"rank 0 finds no address of {hosts[0]} at which the other hosts reach it ({error})"
-            remedy = "set GLOO_SOCKET_IFNAME (slurm/: IFACE) to the interface between the hosts (ip -br address)"
-            raise DistributedError(f"{names}: {remedy}, or make the host names resolve") from error
+            raise DistributedError(f"{names}: {_INTERFACE_REMEDY}, or make the host names resolve") from error
         except RuntimeError as error:  # PyTorch's, of stores and groups
             limit = f"within {section.timeout_s:g} s (distributed.timeout_s)"
             where = f"rank {comm.rank} of {comm.size} on {hosts[comm.rank]}"
-            raise DistributedError(f"{where} could not connect to all others {limit}: {error}") from error
+            remedy = f"; {_INTERFACE_REMEDY}" if len(set(hosts)) > 1 else ""
+            raise DistributedError(f"{where} could not connect to all others {limit}: {error}{remedy}") from error
         return cls(comm.rank, comm.size, local_rank, len(local), device, section.timeout_s, store, comm)
 
     @property
@@ -386,6 +395,7 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
         server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         address = (host, server.port)
     host, port = comm.bcast(address, root=0)
+    have_met()  # PyTorch bounds its waits itself, with better words
     store = server if comm.rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     board = dist.PrefixStore("board", store)

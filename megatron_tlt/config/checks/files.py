@@ -20,6 +20,7 @@ from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
 
 MADE_BY = "made_by.json"
+MOUNTS = "MEGATRON_TLT_MOUNTS"  # in a job's container: what is mounted there, with colons between (slurm/common.sh)
 _RUN_SECTIONS = {"model", "train", "rollout"}  # of the config.json of a run
 _HEAD = 4096  # bytes of a file that say who wrote it
 # What users and launchers put into a directory before a command writes there; commands write none of these names.
@@ -52,6 +53,19 @@ def _object(file: Path) -> dict[str, Any]:
         return read_object(file)
     except CheckpointError:
         return {}
+
+
+def container_problem(path: str | Path) -> str | None:
+    """The problem with writing to `path` in the container of a batch job: outside its mounts the job's end removes it,
+    and a requeued run would begin anew each time. Raises ValueError for a null byte.
+    """
+    if (mounts := os.environ.get(MOUNTS)) is None:
+        return None
+    place = Path(os.path.realpath(path))
+    if any(place.is_relative_to(os.path.realpath(mount)) for mount in mounts.split(":")):
+        return None
+    above = os.path.dirname(os.path.abspath(path))
+    return f"lies in the container and is lost when the job ends: mount a directory above it, as MOUNTS={above}:{above}"
 
 
 def is_read(out: Path, sources: Iterable[str | Path | None]) -> bool:
@@ -166,6 +180,8 @@ def _place_problems(field: str, shown: str | Path, directory: Path, must_be_writ
     """Problems with making a directory, or with writing into it."""
     absolute = directory.absolute()
     try:
+        if problem := container_problem(shown):
+            return [ConfigProblem(field, str(shown), problem)]
         existing = next(p for p in (absolute, *absolute.parents) if os.path.lexists(p))
         if not existing.is_dir():
             return [ConfigProblem(field, str(shown), f"{existing} is not a directory")]

@@ -182,8 +182,8 @@ def converted(scene: Scene) -> Scene:
 
 def chained(scene: Scene) -> Scene:
     """Two jobs of one name, one after the other, in place of requeueing."""
-    options = (*ONE_NODE, "--dependency=singleton", "--job-name=chain")
-    env = {"PYTHON": scene.recorder, "REQUEUE": 0, "RECORDED_EXIT": 75}
+    options = (*ONE_NODE, "--dependency=singleton", "--job-name=chain", "--no-requeue")
+    env = {"PYTHON": scene.recorder, "RECORDED_EXIT": 75}
     scene.submit("train", "tiny.yaml", options=options, **env)
     first = scene.job
     scene.submit("train", "tiny.yaml", options=options, **{**env, "RECORDED_EXIT": 0})

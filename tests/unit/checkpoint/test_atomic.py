@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tlt.checkpoint.atomic import atomic_directory, problem_of
-from megatron_tlt.config.checks.files import MADE_BY, note_maker
+from megatron_tlt.config.checks.files import MADE_BY, MOUNTS, note_maker
 from megatron_tlt.errors import CheckpointError
 
 OLD, NEW = '{"architectures": ["Old"]}', '{"architectures": ["New"]}'
@@ -69,6 +69,13 @@ def test_the_working_directory_can_be_replaced(out, monkeypatch):
 def test_only_what_the_same_command_made_is_replaced(out, maker):
     (out / MADE_BY).write_text(maker)
     assert "no directory that `it` made" in str(problem_of(out, "it", overwrite=True))
+
+
+def test_in_a_container_only_its_mounts_are_written_to(out, monkeypatch):
+    monkeypatch.setenv(MOUNTS, str(out.parent))
+    assert problem_of(out, "it", overwrite=True) is None
+    monkeypatch.setenv(MOUNTS, str(out / "in"))
+    assert f"{out} lies in the container" in str(problem_of(out, "it", overwrite=True))
 
 
 def test_an_empty_directory_is_nothing(tmp_path):

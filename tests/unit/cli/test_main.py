@@ -23,6 +23,19 @@ def test_what_is_neither_option_nor_override_is_refused(rest, capsys):
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [(["x.yaml", "--resume"], "2"), (["--train.num_steps=3"], "2"), ([], "2"), (["--help"], None)],
+    ids=str,
+)
+def test_wrong_words_are_noted_for_the_batch_script(words, noted, tmp_path, monkeypatch):
+    """Where it gets srun's 137 in their place, it requeues the job."""
+    monkeypatch.setenv("MEGATRON_TLT_ATTEMPT", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["train", *words])
+    assert [file.read_text().strip() for file in tmp_path.iterdir()] == ([] if noted is None else [noted])
+
+
 @pytest.mark.parametrize("words", [["c.yaml", "--train.num_steps=3"], ["--train.num_steps=3"]])
 def test_a_setting_that_is_written_as_an_option_is_explained(words, capsys):
     with pytest.raises(SystemExit) as caught:

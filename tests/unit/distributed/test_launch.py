@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_tlt.distributed.launch import Launch, detect_launch
+from megatron_tlt.distributed.launch import Launch, detect_launch, foreign_launch
 
 MPICH = {"PMI_SIZE": "4", "PMI_RANK": "2", "MPI_LOCALRANKID": "2"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -28,3 +28,19 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "429
 )
 def test_the_launcher_is_the_innermost(environment, found):
     assert detect_launch(environment) == found
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_foreign"),
+    [
+        ({"WORLD_SIZE": "8", "RANK": "3"}, True),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, False),
+        ({"WORLD_SIZE": "8", "PMI_SIZE": "8"}, False),  # such as in the pods of an operator for PyTorch
+        ({"WORLD_SIZE": "a"}, False),
+        ({}, False),
+    ],
+)
+def test_processes_of_torchrun_are_no_plain_starts(environment, is_foreign):
+    """MPI takes each of them for a run of its own."""
+    problem = foreign_launch(environment) or ""
+    assert problem.startswith("WORLD_SIZE = 8, as torchrun sets it: ranks are started by launch/") == is_foreign

@@ -1,11 +1,15 @@
 import fcntl
 import logging
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_tlt.config.run import DistributedSection
+from megatron_tlt.distributed import world
 from megatron_tlt.distributed.world import World, _reachable_address
+from megatron_tlt.errors import DistributedError
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +85,28 @@ def test_a_loopback_address_is_replaced_by_the_one_that_leads_to_another_host(mo
     monkeypatch.setattr(socket, "socket", Probe)
     assert _reachable_address(["a", "a", "b"]) == "10.0.0.7"
     assert asked == ["b"]
+
+
+def test_a_start_by_another_launcher_is_refused_before_mpi_starts(monkeypatch):
+    for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(world, "start_mpi", lambda: pytest.fail("starts MPI"))
+    with pytest.raises(DistributedError, match="WORLD_SIZE = 8"):
+        World.start(DistributedSection(device="cpu"))
+
+
+@pytest.mark.parametrize(("other", "is_named"), [("b", True), ("a", False)])
+def test_hosts_that_do_not_connect_are_told_how_to_name_the_network(monkeypatch, other, is_named):
+    def fail(*_):
+        raise RuntimeError("Connect timeout")
+
+    comm = SimpleNamespace(rank=0, size=2, allgather=lambda mine: ["a", other] if isinstance(mine, str) else [None] * 2)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(world, "start_mpi", lambda: comm)
+    monkeypatch.setattr(world, "keep_freed_pages", lambda: None)
+    monkeypatch.setattr(world, "_join", fail)
+    with pytest.raises(DistributedError) as caught:
+        World.start(DistributedSection(device="cpu"))
+    assert "Connect timeout" in str(caught.value)
+    assert ("set GLOO_SOCKET_IFNAME (slurm/: IFACE)" in str(caught.value)) == is_named

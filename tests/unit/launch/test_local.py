@@ -43,6 +43,17 @@ def test_local_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):
     assert f"hashes {os.environ.get('PYTHONHASHSEED', '0')}\n" in done.stdout
 
 
+def test_interactive_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "2", "LOGS": str(tmp_path)}
+    (tmp_path / "srun").symlink_to("a folder/mpiexec")
+    done = run(tmp_path, "interactive.sh", "-n", "3", "-t", "2", "--cmd", "sft", "--", "--x", "a.b=[1, 2]", **job)
+    assert done.returncode == 7, done.stderr
+    arguments = [line[4:] for line in done.stdout.splitlines() if line.startswith("arg ")]
+    assert "--ntasks=3" in arguments and arguments[-3:] == ["sft", "--x", "a.b=[1, 2]"]
+    assert "threads 2\n" in done.stdout
+
+
 def test_local_starts_its_ranks_itself_within_an_allocation_of_slurm(tmp_path):
     """The real mpiexec, which would start them through srun."""
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODELIST": "x", "SLURM_TASKS_PER_NODE": "2"}

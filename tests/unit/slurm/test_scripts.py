@@ -31,19 +31,18 @@ SHOWN = r"--partition=long --account=our\ group --qos=high --job-name=x --exclus
 @pytest.mark.parametrize(
     ("words", "variables", "printed"),
     [
-        (["train", "--quick"], {}, f"{QUOTED}/benchmarks/bench_train.py --quick\n"),
-        (["train", "--quick"], {}, "--mpi=none"),
-        (["train", "--quick"], {}, " --cpus-per-task=<CPUs of the node / 1> --cpu-bind=cores"),
-        (["train", "--quick"], {}, " --cpu-bind=cores --distribution=block:block"),
-        (["-c9", "train"], {}, " --cpus-per-task=9 "),
-        (["train"], {"SLURM_CPUS_ON_NODE": "6"}, " --cpus-per-task=6 "),
-        (["train"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "4 GPUs each, for at most 1:00:00: 4 GPU-hours"),
-        (["train"], {"SLURM_GPUS_PER_NODE": "h100:4"}, "--gpus-per-node=h100:4"),
-        ([*SITE, "train"], {}, f"sbatch -N 2 --ntasks-per-node=1 --gpus-per-node=8 --time=1:00:00 {SHOWN}"),
+        ([], {}, "--mpi=pmi2"),
+        ([], {}, " --cpus-per-task=<CPUs of the node / 4> --cpu-bind=cores"),
+        ([], {}, " --cpu-bind=cores --distribution=block:block"),
+        (["-c9"], {}, " --cpus-per-task=9 "),
+        ([], {"SLURM_CPUS_ON_NODE": "24"}, " --cpus-per-task=6 "),
+        ([], {"SLURM_GPUS_PER_NODE": "h100:4"}, "4 GPUs each, for at most 2:00:00: 8 GPU-hours"),
+        ([], {"SLURM_GPUS_PER_NODE": "h100:4"}, "--gpus-per-node=h100:4"),
+        (SITE, {}, f"sbatch -N 2 --ntasks-per-node=4 --gpus-per-node=0 --time=2:00:00 {SHOWN}"),
     ],
 )
 def test_dry_runs_print_what_would_be_run(words, variables, printed):
-    done = run("slurm/bench.sbatch", "--dry-run", *words, **variables)
+    done = run("slurm/convert.sbatch", "--dry-run", *words, "hf-to-megatron", **variables)
     assert done.returncode == 0 and printed in done.stdout, done.stdout + done.stderr
 
 
@@ -75,17 +74,21 @@ def test_a_dry_run_warns_of_gpus_that_a_run_on_cpus_would_hold(options, is_warne
     assert any(advice in line for line in last) == is_warned
 
 
-IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml", "train.num_step=7")
+IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml")
 
 
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
-        ("bench", ["nothing"], "no benchmark 'nothing'"),
-        ("bench", ["--gres=gpu:8", "train"], "not --gres"),
+        ("convert", ["--gres=gpu:8", "hf-to-megatron"], "not --gres"),
         ("convert", ["nothing"], "must be hf-to-megatron or"),
         ("train", ["nosuch.yaml"], f"nosuch.yaml is not in {ROOT}\n"),
-        ("train", IN_CONTAINER, "num_steps"),  # with a container the configuration is checked here
+        # With a container the configuration is checked here, and where it writes.
+        (
+            "train",
+            [*IN_CONTAINER, "train.run_dir=/no/r"],
+            "= '/no/r': lies in the container and is lost when the job ends",
+        ),
     ],
 )
 def test_dry_runs_refuse_what_the_job_would(script, words, said):
@@ -103,6 +106,17 @@ def test_a_time_limit_near_the_warning_is_reported(tmp_path, options, warned):
     done = run("slurm/train.sbatch", "--dry-run", *options, *words, root=root, CONTAINER="image")
     assert done.returncode == 0, done.stderr
     assert ("leaves an attempt hardly any time" in done.stdout) == warned
+
+
+@pytest.mark.parametrize(("options", "warned"), [([], True), (["--signal=B:USR1@900"], False)])
+def test_a_signal_later_than_the_ranks_may_take_is_reported(tmp_path, options, warned):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf 'stop:\\n  warning_s: 700.0\\n'\n")
+    python.chmod(0o755)
+    done = run("slurm/train.sbatch", "--dry-run", *options, "configs/quickstart.yaml", PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    said = "stop.warning_s = 700.0 s from Slurm's signal, which comes 240 s before the time limit"
+    assert (said in done.stdout) == ("--signal=B:USR1@790" in done.stdout) == warned
 
 
 def copy_without_python(folder):
@@ -126,22 +140,53 @@ def test_a_copy_in_a_directory_with_a_blank_and_without_python(tmp_path):
 def test_a_container_gets_the_caches_of_models_and_kernels(tmp_path):
     """Those that ranks outside a container use, or as the variables name them; a dry run makes no folder."""
     given = {"CONTAINER": "image", "HOME": str(tmp_path), "TRITON_CACHE_DIR": "/local/triton"}
-    line = srun_line(run("slurm/bench.sbatch", "--dry-run", "train", HF_HOME="/models/hub", **given))
+    command = "slurm/convert.sbatch", "--dry-run", "hf-to-megatron"
+    line = srun_line(run(*command, HF_HOME="/models/hub", **given))
     for place in ("/models/hub", "/local/triton", f"{tmp_path}/.cache/vllm"):
         assert rf"\,{place}:{place}" in line
     names = ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME")
     own = {"HOME": str(tmp_path)} | dict.fromkeys(names, "")
-    line = srun_line(run("slurm/bench.sbatch", "--dry-run", "train", CONTAINER="image", **own))
+    line = srun_line(run(*command, CONTAINER="image", **own))
     for place in (".cache/huggingface", ".triton/cache", ".cache/vllm"):
         assert rf"\,{tmp_path}/{place}:{tmp_path}/{place}" in line
     assert list(tmp_path.iterdir()) == []
-    assert "--container" not in srun_line(run("slurm/bench.sbatch", "--dry-run", "train", **own))
+    assert "--container" not in srun_line(run(*command, **own))
 
 
-@pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/bench.sbatch", "launch/interactive.sh"])
+@pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/convert.sbatch", "launch/interactive.sh"])
 def test_a_job_number_alone_is_no_job(script):
     done = run(script, "configs/quickstart.yaml", SLURM_JOB_ID="7")
     assert done.returncode == 2 and "this is not a job of Slurm: unset SLURM_JOB_ID" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("MAX_STALLS", "none", "must be a number, 0 or more"), ("REQUEUE", "0", "sbatch --no-requeue")],
+)
+def test_a_wrong_variable_is_refused_by_name(name, value, said):
+    done = run("slurm/train.sbatch", "--dry-run", "configs/quickstart.yaml", **{name: value})
+    assert done.returncode == 2 and f"{name}={value} " in done.stderr and said in done.stderr
+
+
+# Answers from its second call on; also the srun that sweeps, and that of the ranks, which end with wrong arguments.
+SCONTROL = """#!/bin/bash
+echo >>"$CALLS"
+[ "$(wc -l <"$CALLS")" -gt 1 ] && printf 'JobId=7\\n   Command=%s --x\\n' "$SCRIPT"
+"""
+
+
+def test_a_job_whose_first_question_slurm_does_not_answer_starts(tmp_path):
+    """Slurm runs a copy of the script, which finds the repository by its path in the job's record."""
+    programs = {"scontrol": SCONTROL, "srun": "#!/bin/sh\nexit 2\n", "sleep": "#!/bin/sh\n"}
+    shutil.copy(ROOT / "slurm/train.sbatch", tmp_path / "slurm_script")
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
+    job |= {"CALLS": f"{tmp_path}/calls", "SCRIPT": f"{ROOT}/slurm/train.sbatch", "PYTHON": "/bin/true"}
+    done = run("slurm_script", "configs/quickstart.yaml", root=tmp_path, cwd=tmp_path, **job)
+    assert "job 7 attempt 0" in done.stdout and done.returncode == 2, done.stdout + done.stderr
 
 
 SRUN = """#!/bin/bash
@@ -179,12 +224,13 @@ def in_common(script, job=""):
 def test_a_container_gets_its_image_directory_and_mounts(tmp_path):
     made = {name: f"{tmp_path}/{name}" for name in ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")}
     caches = " ".join(f"{name}={path}" for name, path in made.items())
-    given = f"root='/r s' attempt=/log CONTAINER=image MOUNTS=/data:/data SLURM_NTASKS_PER_NODE=2 {caches}; cd /tmp"
+    given = f"root='/r s' attempt=/log CONTAINER=image MOUNTS=/a:/data:ro,/b SLURM_NTASKS_PER_NODE=2 {caches}; cd /tmp"
     shown = "printf '%s\\n' \"${srun_words[@]}\" && env"
     words = in_common(f"{given}; set_srun_words; {shown}").splitlines()
     assert {"--container-image=image", "--container-workdir=/tmp", "--no-container-mount-home"} <= set(words)
     places = ",".join(f"{path}:{path}" for path in made.values())
-    assert f"--container-mounts=/r s:/r s,/tmp:/tmp,/log:/log,{places},/data:/data" in words
+    assert f"--container-mounts=/r s:/r s,/tmp:/tmp,/log:/log,{places},/a:/data:ro,/b" in words
+    assert f"MEGATRON_TLT_MOUNTS=/r s:/tmp:/log:{':'.join(made.values())}:/data:/b" in words, "where ranks may write"
     assert {f"{name}={path}" for name, path in made.items()} <= set(words), "in the ranks' environment"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(made), "pyxis mounts what is there"
 
@@ -224,6 +270,12 @@ def test_a_job_is_requeued_by_its_own_name_also_where_nothing_can_be_written(var
     assert said[-1] == job
 
 
+def test_a_job_that_was_submitted_so_is_not_requeued():
+    script = f"{REQUEUE.replace('JobState=RUNNING', 'JobState=RUNNING Requeue=0')} (requeue_or_exit) 2>&1 || echo $?"
+    *_, said, code = in_common(script).splitlines()
+    assert said.endswith("submitted with --no-requeue: not requeued") and code == "75"
+
+
 def test_a_training_that_cannot_go_on_is_not_requeued(tmp_path):
     """Each attempt saves its step before it ends, so none of them would count as a stall."""
     (tmp_path / "rank-00000.log").write_text("megatron-tlt: rank 0 failed in phase update, step 3: TrainingError: no\n")
@@ -257,9 +309,32 @@ def test_slurmctld_is_asked_again_where_it_does_not_answer(tmp_path, silent, sta
     assert len(said) == len(words) and all(word in line for word, line in zip(words, said, strict=True)), said
 
 
-def test_slurm_prints_times_in_the_form_that_the_scripts_read(monkeypatch):
-    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    assert in_common("env | grep ^SLURM_TIME_FORMAT") == "SLURM_TIME_FORMAT=standard"
+@pytest.mark.parametrize(
+    ("name", "given", "exported"),
+    [
+        ("SLURM_TIME_FORMAT", "relative", "standard"),  # which `date` reads
+        ("SLURM_EXPORT_ENV", "NONE", "ALL"),  # sbatch --export=NONE: the ranks get what the script sets
+    ],
+)
+def test_variables_of_slurm_that_the_scripts_rely_on(monkeypatch, name, given, exported):
+    monkeypatch.setenv(name, given)
+    assert in_common(f"env | grep ^{name}") == f"{name}={exported}"
+
+
+def test_a_network_between_nodes_that_nobody_named_is_said():
+    script = "default_interface() { echo eth3; }; SLURM_JOB_NUM_NODES=2; IFACE=%s; set_network; env | grep ^GLOO"
+    said, exported = in_common(script % "").splitlines()
+    assert "network between nodes: eth3 (default route of " in said and exported == "GLOO_SOCKET_IFNAME=eth3"
+    assert in_common(script % "ib0") == "GLOO_SOCKET_IFNAME=ib0"
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [("SLURM_CPUS_PER_TASK=", 1), ("SLURM_CPUS_PER_TASK=8", 8), ("OMP_NUM_THREADS=2", 2)]
+)
+def test_a_rank_has_the_threads_of_the_cpus_that_were_asked_for(monkeypatch, given, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = f"root=/r PYTHON=/bin/true; {given}; set_environment; env | grep ^OMP"
+    assert in_common(script) == f"OMP_NUM_THREADS={threads}"
 
 
 def test_a_node_with_fewer_cpus_than_the_first_sets_those_of_a_task():
