@@ -92,8 +92,8 @@ def _stats(run: RunData) -> Iterator[Stat]:
     if rows := run.total("engine/spec_row_steps"):
         emitted = run.total("engine/spec_emitted_tokens")
         share = emitted / max(1.0, tokens)
-        note = f"{share:.0%} of tokens in drafting steps"
-        note += ": plain decoding was faster" if share < _NEXT_TO_NONE else ""
+        note = f"{share:.0%} of tokens in steps with a draft"
+        note += ": few requests had a draft, or plain decoding was faster" if share < _NEXT_TO_NONE else ""
         yield Stat("accepted length", f"{emitted / rows:.2f}", note)
     if idle := run.total("idle/seconds"):
         used = run.total("idle/recovered_seconds")
