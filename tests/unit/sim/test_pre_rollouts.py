@@ -39,7 +39,7 @@ def a_second_each(monkeypatch):
 
 
 def run(mode, *overrides, **sections):
-    return Simulation(in_mode(sim_config(*overrides, **sections), mode, 1)).run(mode)
+    return Simulation(in_mode(sim_config(*overrides, **sections), mode)).run(mode)
 
 
 def test_two_replicas_and_one_long_response(a_second_each):
