@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -244,8 +245,9 @@ class RunMetrics:
         if self._metrics is not None:
             self._metrics.log(result.step, result.metrics())
         shown = "  ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
-        self._progress.note(
-            f"evaluation after step {result.step}: {shown} (± {result.stderr:.3f}, {result.num_prompts} prompts), "
+        error = "" if math.isnan(result.stderr) else f"± {result.stderr:.3f}, "
+        self.note(
+            f"evaluation after step {result.step}: {shown} ({error}{result.num_prompts} prompts), "
             f"length {result.mean_length:.0f}, truncated {result.truncated:.1%}"
         )
 
