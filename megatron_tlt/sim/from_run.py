@@ -126,8 +126,6 @@ def _training(config: Config) -> dict[str, Any]:
     """The update, the passes before it, and the drafter's micro-step."""
     teacher = config.algorithm.teacher_shape if _scores_with_teacher(config) else None
     return {
-        "tp": config.actor.tp,
-        "pp": config.actor.pp,
         "recompute": config.actor.recompute == "full",
         "lora": config.actor.lora is not None,
         "logprob_passes": _logprob_passes(config) - (teacher is not None),

@@ -29,7 +29,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"rollout\.speculation\.drafter"):
         in_mode(sim_config(), "tlt")
     with pytest.raises(ConfigError, match="must divide the 8 GPUs"):
-        in_mode(sim_config("training.tp=3"), "off")
+        in_mode(sim_config("rollout.tp=3"), "off")
 
 
 def test_truncated_responses_are_reported(tmp_path):

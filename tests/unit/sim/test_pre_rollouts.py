@@ -15,7 +15,6 @@ TWO = {
     "cluster": {"nodes": 1, "gpus_per_node": 2},
     "workload": {"steps": 2, "prompts_per_step": 2, "lengths": {"values": [20, 100]}},
     "rollout": {"samples_per_prompt": 1, "max_tokens": 200, "speculation": {"selector": "fixed"}},
-    "training": {"tp": 1},
 }
 NO_WAIT = "idle.min_tail_seconds=0.0"
 

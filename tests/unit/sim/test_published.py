@@ -75,7 +75,7 @@ def test_the_case_study_of_128_requests():
     changed = {
         "cluster": config.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 4}),
         "workload": config.workload.model_copy(update={"prompts_per_step": 16}),
-        "training": config.training.model_copy(update={"tp": 4, "start_quality": 1.0, "drift": 0.0}),
+        "training": config.training.model_copy(update={"start_quality": 1.0, "drift": 0.0}),
     }
     config = config.model_copy(update=changed)
     plain, drafted = (Simulation(in_mode(config, mode)).run(mode).mean.phases["rollout"] for mode in ("off", "frozen"))

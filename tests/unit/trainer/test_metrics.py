@@ -14,7 +14,6 @@ import torch
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.idle.window import WindowReport
-from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.reduction import reduced, values_of
 from megatron_tlt.observe.rollouts import RESPONSES_DIR, ROLLOUTS_FILE, SAMPLES_FILE
@@ -23,6 +22,7 @@ from megatron_tlt.trainer.evaluation import EvalResult
 from megatron_tlt.trainer.metrics import RunMetrics, _acceptance, window_metrics
 from megatron_tlt.trainer.recovery import TrainState
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup
+from tests.helpers.events import read_events
 
 
 def metrics_of(
