@@ -79,7 +79,7 @@ def _load(
         run: Config = load_config(path, overrides)
         model = run.model.model_copy(update={"architecture": shape_of(run.model)})
         runs = on_nodes(with_teacher_shape(run.model_copy(update={"model": model})), nodes)
-        modes = modes or usual_modes(runs)
+        modes = modes or usual_modes(runs, _MODES)
         made = [simulation_of(each, modes) for each in runs]  # the memory plan is another on each
         return [simulation for simulation, _ in made], modes, made[0][1]
     config = load_config(path, overrides, SimConfig)

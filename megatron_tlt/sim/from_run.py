@@ -34,14 +34,12 @@ ADAPTED_RATE = 0.82  # assumed: of that drafter once it is adapted
 _STEPS, _STEPS_AHEAD = 2, 4  # simulated; where a mode pre-rolls more of them: the first step verifies nothing
 
 
-def usual_modes(runs: Sequence[Config]) -> list[str]:
-    """The modes in which a run is compared where none are named; `runs`: on each number of nodes. Those that its engine
-    has of off, suffix and tlt, and tlt+pre if that is what the run does.
+def usual_modes(runs: Sequence[Config], modes: Sequence[str]) -> list[str]:
+    """Those of `modes` that the run's engine has, and tlt+pre if that is what the run does on one of its numbers of
+    nodes; `runs`: it on each of them.
     """
-    modes = ["off", "suffix", "tlt"]
-    if any(run.idle.train_drafter and _does_pre_roll(run) for run in runs):
-        modes.append("tlt+pre")
-    return [mode for mode in modes if _why_not(runs[0], mode) is None]
+    is_own = any(run.idle.train_drafter and _does_pre_roll(run) for run in runs)
+    return [*(mode for mode in modes if _why_not(runs[0], mode) is None), *["tlt+pre"] * is_own]
 
 
 def simulation_of(config: Config, modes: Sequence[str] = ()) -> tuple[SimConfig, list[str]]:

@@ -88,12 +88,12 @@ def test_what_a_run_s_engine_cannot_do_is_refused_and_no_usual_mode():
     with pytest.raises(ConfigError, match=r"'tlt\+pre': cannot run with rollout\.backend: trtllm") as error:
         simulation_of(trtllm, ["off", "suffix", "tlt+pre"])
     assert [problem.value for problem in error.value.problems] == ["suffix", "tlt+pre"]
-    assert usual_modes([trtllm]) == ["off", "tlt"]
+    assert usual_modes([trtllm], ["off", "suffix", "tlt"]) == ["off", "tlt"]
     simulation, said = simulation_of(trtllm, ["off", "tlt"])
     assert simulation.rollout.schedule == "static" and not simulation.idle.pre_rollout
     assert any("rollout.backend = 'trtllm' is not simulated" in text for text in said)
     embedded = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g.yaml")
-    assert usual_modes([embedded]) == ["off", "suffix", "tlt", "tlt+pre"]
+    assert usual_modes([embedded], ["off", "suffix", "tlt"]) == ["off", "suffix", "tlt", "tlt+pre"]
     assert simulation_of(embedded)[0].rollout.schedule == "pull" and simulation_of(embedded)[0].idle.pre_rollout
 
 
