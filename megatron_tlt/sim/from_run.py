@@ -31,7 +31,7 @@ _PROMPT_TOKENS = 256  # assumed, where `data.max_prompt_tokens` is not less
 _GPUS = ((40.0, "rtx4090"), (80.0, "h100"), (math.inf, "h200"))  # assumed, by the most GiB of memory
 STALE_RATE = 0.5  # assumed: of a drafter that starts from the policy's second layer
 ADAPTED_RATE = 0.82  # assumed: of that drafter once it is adapted
-_STEPS, _STEPS_AHEAD = 2, 4  # simulated; where a mode pre-rolls more of them: the first step verifies nothing
+_STEPS, _STEPS_AHEAD = 2, 4  # simulated; more where a mode pre-rolls, for the first has nothing to verify
 
 
 def usual_modes(runs: Sequence[Config], modes: Sequence[str]) -> list[str]:
@@ -45,7 +45,7 @@ def usual_modes(runs: Sequence[Config], modes: Sequence[str]) -> list[str]:
 def simulation_of(config: Config, modes: Sequence[str] = ()) -> tuple[SimConfig, list[str]]:
     """The simulation of a run on the machines of its `cluster` section, and what is assumed of the run for it, a
     sentence each. `modes`: those that are to be compared. `algorithm.teacher_shape` is the teacher's, where it is
-    known. Raises ConfigError if the run cannot run or fit, or its engine has not one of the modes.
+    known. Raises ConfigError if the run cannot run or fit, or its engine lacks a mode.
     """
     ranks, shape = config.cluster.num_ranks, config.model.architecture
     if shape is None:
