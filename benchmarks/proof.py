@@ -18,7 +18,7 @@ rollout       seconds of rollouts with the wait for the slowest rank, off / on
 e2e           seconds of steps, off / on; `e2e_limit`: if rollouts with TLT took no time
 pre_rolled_accept  tokens that a request gets in a step whose draft was pre-rolled
 recovered     share of idle seconds that trained the drafter or pre-rolled
-accept_length tokens that a request gets in a speculative step
+accept_length tokens that a request gets in a step in which it has a draft
 update_saved  share of the response tokens that need no update, their advantage being zero
 """
 

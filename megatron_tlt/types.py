@@ -391,12 +391,12 @@ class StepMeasurement:
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters of speculative steps, of all sources of drafts. Lists are by draft position (index 0: the first drafted
+    """Counters of steps with drafts, of all sources of drafts. Lists are by draft position (index 0: the first drafted
     token).
     """
 
     steps_by_strategy: dict[str, int] = field(default_factory=dict)  # of pure decoding steps, "none" included
-    row_steps: int = 0  # rows x speculative steps
+    row_steps: int = 0  # rows with a draft, summed over steps
     drafted_tokens: int = 0  # fed to the policy for verification
     emitted_tokens: int = 0  # accepted drafts and bonus tokens of those rows; embedded: up to a response's end
     accepted_tokens: int = 0  # of `drafted_tokens`, also behind the end of a response
@@ -413,7 +413,7 @@ class SpeculationStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens that a row emits in a speculative step (1: nothing was accepted)."""
+        """Mean tokens that a row emits in a step in which it has a draft (1: nothing was accepted)."""
         return self.emitted_tokens / self.row_steps if self.row_steps else 0.0
 
 

@@ -67,7 +67,7 @@ def memory_cells(config: Config, stages: list[RankMemory]) -> list[str]:
 def seconds(config: Config) -> Mapping[str, float]:
     """Mean seconds of a simulated step by mode, "off" and "tlt"."""
     simulation, _ = simulation_of(config)
-    result = simulate(simulation, ["off", "tlt"])
+    result = simulate([simulation], ["off", "tlt"])
     return {point.mode: point.seconds for point in result.points}
 
 

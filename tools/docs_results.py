@@ -36,7 +36,8 @@ this project, or TLT, is faster. The machines are shared: the proof's ratios var
 ([known gaps](known_gaps.md)). [Figures behind decisions](#figures-behind-decisions) have no record.
 Reasons are in [decisions](../design/decisions.md).
 Of some records the script has left the repository; they name the last commit that has it. The simulator is compared
-with published figures in [its guide](../guides/simulator.md#accuracy).
+with published figures in [its guide](../guides/simulator.md#accuracy). `accept_length` of these records of
+`make proof` and `make real` counts every request in a step that drafts; new ones count only requests that have a draft.
 
 ## The proof: TLT on against off
 

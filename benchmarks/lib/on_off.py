@@ -34,7 +34,7 @@ LEGEND = {
     "suffix_e2e": "whole step by the suffix drafter alone",
     "pre_rolled_accept": "tokens of a request in a step of a pre-rolled draft",
     "recovered": "share of idle seconds that trained or pre-rolled",
-    "accept_length": "tokens of a request in a speculative step",
+    "accept_length": "tokens of a request in a step in which it has a draft",
     "update_saved": "share of response tokens without a gradient",
 }
 STEP_KEYS = (

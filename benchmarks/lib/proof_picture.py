@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_tlt.observe import colours
-from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.observe.report_charts import PHASE_COLOURS
 from megatron_tlt.observe.runfiles import read_run
@@ -69,7 +68,8 @@ def _colour(phase: str) -> str:
 
 def _lanes(folder: Path, step: int) -> list[tuple[list[tuple[float, float, str]], list[tuple[float, float]]]]:
     """For each rank: (start, end, colour) of its phases in seconds of the step, and its running requests by time."""
-    events = {rank: [e for e in read_events(folder, rank) if e["step"] == step] for rank in read_run(folder).ranks}
+    run = read_run(folder)
+    events = {rank: run.events_of_steps(rank, [step]).get(step, []) for rank in run.ranks}
     begin = min(e["ts"] for of in events.values() for e in of if e["name"] == "rollout" and e["kind"] == "span")
     found = []
     for of_rank in events.values():

@@ -221,9 +221,10 @@ class Algorithm(ABC):
         valid = table.valid()
         if not len(valid.reward):
             return {}
+        kl = float(valid.kl_sum.sum() / max(valid.length.sum(), 1))
         return {
             "reward/equal_groups": share_of_equal_groups(valid.prompt_id, valid.reward),
-            "reward/kl": float(valid.kl_sum.sum() / max(valid.length.sum(), 1)),
+            **({"reward/kl": kl} if self.needs_token_kl else {}),
             "loss/masked_samples": float(1.0 - self.trained(table).mean()),
         }
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_tlt.config.sim import SimConfig
 
 SIMULATION = rb'\{\n "schema": "megatron-tlt/simulation/'  # how the result begins
-_MODES = "off,suffix,tlt"
+_MODES = ["off", "suffix", "tlt"]
 
 
 def add_simulate(commands: Any) -> None:
@@ -26,8 +26,8 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument(
         "--compare",
         metavar="MODES",
-        default=_MODES,
-        help=f"some of off, suffix, frozen, tlt, pre, tlt+pre; the first is the baseline (default: {_MODES})",
+        help=f"some of off, suffix, frozen, tlt, pre, tlt+pre; the first is the baseline (default: {','.join(_MODES)}; "
+        "of a run those of them that its engine has, and tlt+pre where it pre-rolls)",
     )
     parser.add_argument("--sweep", metavar="nodes=1,2,4", help="numbers of nodes (default: cluster.nodes)")
     parser.add_argument("--out", type=Path, help="also write the result as JSON")
@@ -47,8 +47,8 @@ def _run(args: argparse.Namespace) -> int:
         *same_file_problems("--report", args.report, "--out", args.out),
     ]:
         raise ConfigError(written)
-    config, assumed = _load(args.config, args.overrides)
-    result = simulate(config, parse_modes(args.compare), parse_sweep(args.sweep), assumed)
+    modes = [] if args.compare is None else parse_modes(args.compare)
+    result = simulate(*_load(args.config, args.overrides, modes, parse_sweep(args.sweep)))
     print(simulation_text(result))
     if args.out is not None:
         result.write(args.out)
@@ -59,25 +59,33 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(path: Path, overrides: list[str]) -> tuple[SimConfig, list[str]]:
-    """The simulation, and what was assumed to make it of a run's configuration."""
+def _load(
+    path: Path, overrides: list[str], modes: list[str], nodes: list[int]
+) -> tuple[list[SimConfig], list[str], list[str]]:
+    """The simulation on each number of `nodes`, its `modes` (none: the usual ones), and what was assumed to make it of
+    a run's configuration.
+    """
     from megatron_tlt.config.checks.sim import check_sim
     from megatron_tlt.config.load import load_config
     from megatron_tlt.config.sim import SimConfig
     from megatron_tlt.config.yaml_reader import read_config_file
+    from megatron_tlt.sim.modes import on_nodes
 
     if {"train", "data"} & read_config_file(path).keys():  # a run's configuration: its machines, engine, usual lengths
         from megatron_tlt.models.hf.config import shape_of
-        from megatron_tlt.sim.from_run import simulation_of
+        from megatron_tlt.sim.from_run import simulation_of, usual_modes
         from megatron_tlt.trainer.teacher import with_teacher_shape
 
         run: Config = load_config(path, overrides)
         model = run.model.model_copy(update={"architecture": shape_of(run.model)})
-        return simulation_of(with_teacher_shape(run.model_copy(update={"model": model})))
+        runs = on_nodes(with_teacher_shape(run.model_copy(update={"model": model})), nodes)
+        modes = modes or usual_modes(runs, _MODES)
+        made = [simulation_of(each, modes) for each in runs]  # the memory plan is another on each
+        return [simulation for simulation, _ in made], modes, made[0][1]
     config = load_config(path, overrides, SimConfig)
     if problems := list(check_sim(config)):
         raise ConfigError(problems)
-    return config, []
+    return on_nodes(config, nodes), modes or _MODES, []
 
 
 def parse_modes(text: str) -> list[str]:

@@ -120,10 +120,6 @@ class SimCostSection(Section):
 class SimTrainingSection(Section):
     """The phases beside the rollout, and the drafter's training."""
 
-    tp: PositiveInt = 4
-    """Tensor parallel size of the actor, for the layout check only."""
-    pp: PositiveInt = 1
-    """Pipeline parallel size of the actor, for the layout check only."""
     mfu: float = Field(default=0.35, gt=0, le=1)
     """Share of the GPUs' peak that the update reaches: 6 operations a parameter and token, and attention's."""
     recompute: bool = True

@@ -55,14 +55,14 @@ class EventLog:
             cut_back_ranks(self._path.parent, num_ranks, steps_done, _cut)
 
     @contextmanager
-    def span(self, name: str, step: int | None, **attrs: Any) -> Iterator[dict[str, Any]]:
-        """Times a `with` block. It yields `attrs`, to which the block may add.
-
-        If the block raises, the lines are written at once: MPI_Abort may follow and runs no exit handlers.
+    def span(self, name: str, step: int | None) -> Iterator[None]:
+        """Times a `with` block. If the block raises, the lines are written at once: MPI_Abort may follow and runs no
+        exit handlers.
         """
+        attrs: JsonRow = {}
         started, begin = wall_seconds(), time.perf_counter()
         try:
-            yield attrs
+            yield
         except BaseException as error:
             attrs["error"] = type(error).__name__
             raise
@@ -79,12 +79,12 @@ class EventLog:
         """Logs something that happened now."""
         self._add(wall_seconds(), step, "instant", name, attrs)
 
-    def state(self, name: str, step: int | None, started: float, seconds: float, **attrs: Any) -> None:
+    def state(self, name: str, step: int | None, started: float, seconds: float) -> None:
         """Logs that the rank was in state `name` for `seconds`, from `started` (seconds since the epoch) on.
 
         States lie within spans, so no phase's total counts them.
         """
-        self._add(started, step, "state", name, attrs, seconds)
+        self._add(started, step, "state", name, {}, seconds)
 
     def _add(self, ts: float, step: int | None, kind: str, name: str, attrs: JsonRow, dur: float | None = None) -> None:
         row: JsonRow = {"ts": round(ts, 6), "rank": self.rank, "step": step, "kind": kind, "name": name}
@@ -127,8 +127,3 @@ def step_of(line: bytes) -> int | None:
     begin = _STEP.match(line)
     is_whole = line.endswith(b"}\n") and line.count(b"{") == line.count(b"}")
     return int(begin[1]) if begin and is_whole else None
-
-
-def read_events(run_dir: str | Path, rank: int) -> list[JsonRow]:
-    """All events of one rank, in the order they were written, without torn lines."""
-    return list(read_rows(events_path(run_dir, rank)))

@@ -11,6 +11,7 @@ from megatron_tlt.observe.equal_rewards import equal_rewards_warning
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
 from megatron_tlt.observe.report_charts import charts_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
+from megatron_tlt.observe.summary import mean_and_error
 
 _VALUE_CHARACTERS = 90  # of a setting
 _TEXT_CHARACTERS = 6000  # of a prompt or a response
@@ -51,13 +52,13 @@ def subtitle(run: RunData) -> str:
     """Model, algorithm, ranks and state in a line."""
     model = str(run.config.get("model", {}).get("path", "")).rstrip("/").rpartition("/")[2]
     algorithm = str(run.config.get("algorithm", {}).get("name", ""))
-    ranks = f"{len(run.ranks)} rank{'s' * (len(run.ranks) != 1)}"
+    ranks = f"{run.num_ranks} rank{'s' * (run.num_ranks != 1)}"
     return " · ".join(part for part in (model, algorithm, ranks, state_of(run)) if part)
 
 
 def accuracy(row: JsonRow) -> str:
-    """Held-out accuracy of an evaluation, with its standard error."""
-    return f"{row.get('eval/pass@1') or 0:.3f} ± {row.get('eval/stderr') or 0:.3f}"
+    """Held-out accuracy of an evaluation, with its standard error where that is known."""
+    return mean_and_error(row.get("eval/pass@1") or 0, row.get("eval/stderr"))
 
 
 def when(row: JsonRow) -> str:
@@ -76,9 +77,11 @@ def seconds_text(seconds: float) -> str:
 
 def _stats(run: RunData) -> Iterator[Stat]:
     """The numbers at the top of the page."""
-    if step_time := run.mean("time/step"):
+    if total := run.total("time/step"):
         label = f"{run.last_step}" if run.num_steps is None else f"{run.last_step} / {run.num_steps}"
-        yield Stat("steps", label, f"{seconds_text(step_time)} each, {seconds_text(run.total('time/step'))}")
+        whole = run.column("time/step", run.whole_steps)[1]
+        each = f"{seconds_text(sum(whole) / len(whole))} each, " if whole else ""
+        yield Stat("steps", label, f"{each}{seconds_text(total)}")
     if run.evals:
         before = f"from {accuracy(run.evals[0])}" if len(run.evals) > 1 else when(run.evals[0])
         yield Stat("held-out accuracy", accuracy(run.evals[-1]).partition(" ")[0], before)
@@ -92,8 +95,8 @@ def _stats(run: RunData) -> Iterator[Stat]:
     if rows := run.total("engine/spec_row_steps"):
         emitted = run.total("engine/spec_emitted_tokens")
         share = emitted / max(1.0, tokens)
-        note = f"{share:.0%} of tokens in drafting steps"
-        note += ": plain decoding was faster" if share < _NEXT_TO_NONE else ""
+        note = f"{share:.0%} of tokens in steps with a draft"
+        note += ": few requests had a draft, or plain decoding was faster" if share < _NEXT_TO_NONE else ""
         yield Stat("accepted length", f"{emitted / rows:.2f}", note)
     if idle := run.total("idle/seconds"):
         used = run.total("idle/recovered_seconds")

@@ -67,8 +67,9 @@ def _acceptance(run: RunData) -> Iterator[Chart]:
     traces += _lines(run, {"drafter/accept/1_mean": "1 − TV (right)"}, 1, yaxis="y2")
     if traces:
         note = (
-            "Tokens that a request gains in a speculative step, the policy's own included: 1 is no gain. 1 − TV (total "
-            "variation distance) between drafter and policy at the first drafted token, on the responses of training."
+            "Tokens that a request gains in a step in which it has a draft, the policy's own included: 1 is no gain. "
+            "1 − TV (total variation distance) between drafter and policy at the first drafted token, on the responses "
+            "of training."
         )
         layout: dict[str, Any] = {"yaxis2": {"range": [0, 1.02]}}
         yield Chart("Acceptance of drafts", traces, "step", "tokens", note, layout=layout)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from megatron_tlt.errors import aligned
+from megatron_tlt.errors import aligned, shortened
 from megatron_tlt.observe.report import accuracy, cut_value, seconds_text, settings, state_of, subtitle, when
 from megatron_tlt.observe.report_charts import phases_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
@@ -43,12 +43,14 @@ def comparison(a: RunData, b: RunData) -> str:
     require_metrics(b)
     is_same, said = equality(a.rollouts, b.rollouts)
     # Times of the steps that both have made: later steps are often slower.
-    shared = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
+    common = {row["step"] for row in a.steps} & {row["step"] for row in b.steps}
+    shared = common & {row["step"] for row in a.whole_steps} & {row["step"] for row in b.whole_steps}
     one, two = (replace(run, steps=[row for row in run.steps if row["step"] in shared]) for run in (a, b))
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
     is_other_work = bool(_differing(a.rollouts, b.rollouts, "responses"))
     speed = (_speed_by_tokens if is_other_work else _speed)((one, two), names)
-    parts = [f"{said} {speed}{_caution((one, two)) if is_same else ''}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
+    caution = _caution((one, two)) if is_same else ""
+    parts = [f"{said} {speed}{caution}{_left_out(common - shared)}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
     tables: dict[str, list[tuple[str, ...]]] = {
         "Settings that differ:": [("field", *names), *_differences(a, b)],
         f"Seconds a step, of {len(shared)} steps:": [("phase", *names, "B - A", "A / B"), *_times((one, two))],
@@ -70,7 +72,7 @@ def _speed(runs: Pair, names: tuple[str, str]) -> str:
     """How much faster, and where? Of runs cut to common steps."""
     a, b = (run.mean("time/step") for run in runs)
     if not a or not b:
-        return "Nothing is known of their speed: they share no step."
+        return "Nothing is known of their speed: they share no step that generated all of its responses."
     each = f"{seconds_text(a)} against {seconds_text(b)} a step"
     if abs(a / b - 1) <= _EQUAL:
         return f"They are equally fast: {each}."
@@ -100,13 +102,21 @@ def _caution(runs: Pair) -> str:
     """A sentence where times do not compare: the update of the same responses on as many ranks took longer."""
     a, b = runs
     low, high = sorted(run.mean("time/update") for run in runs)
-    is_same_work = len(a.ranks) == len(b.ranks) and a.config.get("actor") == b.config.get("actor")
+    is_same_work = a.num_ranks == b.num_ranks and a.config.get("actor") == b.config.get("actor")
     if not is_same_work or not low or high < _UNEQUAL_MACHINES * low:
         return ""
     return (
         f" But the update, the same work in both, took {high / low:.2f}× as long in one of them: the machines were not "
         "equally fast or not equally busy, so these times say little."
     )
+
+
+def _left_out(steps: Collection[int]) -> str:
+    """A sentence on the common steps of which nothing is compared but responses and rewards."""
+    if not steps:
+        return ""
+    which = f"step{'s' * (len(steps) > 1)} {shortened(sorted(steps))}"
+    return f" Left out of times and means: {which}, with responses that a restart read from the rollout cache."
 
 
 def _differences(a: RunData, b: RunData) -> list[tuple[str, str, str]]:

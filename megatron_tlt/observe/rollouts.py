@@ -6,7 +6,7 @@ A row of rollouts.jsonl has a few kilobytes, whatever the number of ranks:
     responses, rewards  digests, which depend neither on the order of samples nor on the rank that generated them
     strategies          decoding steps by strategy, "none" included; where the engine speculates
     drafted_at, accepted_at    rows whose draft reached the position, and that accepted it (first: position 1)
-    by_batch            running requests (up to this power of two): [row steps, emitted tokens] of speculative steps
+    by_batch            running requests (up to this power of two): [row steps, emitted tokens] of rows with a draft
 
 samples.jsonl has a few responses of every step for people to read. Where speculation is on, a response has its drafts:
 `"drafts": {"pieces": the text of each token (of the first ones), "runs": [[position of the first drafted token, how

@@ -44,6 +44,7 @@ class RunData:
     samples: list[JsonRow]
     summary: JsonRow | None
     ranks: list[int]
+    """Those that have an event log: of every start."""
     skipped: SkippedLines = field(default_factory=dict)
     """Grows as events are read."""
 
@@ -61,6 +62,19 @@ class RunData:
     def last_step(self) -> int:
         """Steps done."""
         return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the last step; before the first one, those that have an event log."""
+        last = self.steps[-1] if self.steps else {}
+        return sum(name.startswith(OF_RANK) for name in last) or len(self.ranks)
+
+    @property
+    def whole_steps(self) -> list[JsonRow]:
+        """Rows of the steps that generated all of their responses: of others a restart read some from the rollout
+        cache, so their seconds are of less work.
+        """
+        return [row for row in self.steps if not row.get("rollout_cache/reused")]
 
     @property
     def is_finished(self) -> bool:

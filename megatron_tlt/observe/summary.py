@@ -25,10 +25,16 @@ class Accuracy:
     step: int
     mean: float
     standard_error: float
+    """nan: not known."""
     count: int
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.standard_error:.3f}"
+        return mean_and_error(self.mean, self.standard_error)
+
+
+def mean_and_error(mean: float, error: float | None, form: str = ".3f") -> str:
+    """ "0.512 ± 0.020"; without the standard error where it is not known (None, nan), as of one prompt."""
+    return f"{mean:{form}}" + ("" if error is None or math.isnan(error) else f" ± {error:.3f}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if before is not None and after is not None:
         # Both evaluations have the same prompts, so their errors are not independent: this is an upper bound.
         error = math.hypot(before.standard_error, after.standard_error)
-        change = f"{before} → {after} ({after.mean - before.mean:+.3f} ± {error:.3f})"
+        change = f"{before} → {after} ({mean_and_error(after.mean - before.mean, error, '+.3f')})"
         # A resumed run may have one evaluation only, and nothing to compare it with.
         text = change if before.step != after.step else str(after)
         yield f"held-out accuracy, {after.count} prompts", f"{text} after {after.step} steps"

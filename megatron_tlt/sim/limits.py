@@ -15,7 +15,7 @@ _OF_AN_ENGINE = 5  # responses that take as long as one engine's rollout without
 
 def check_limits(configs: Sequence[SimConfig]) -> Iterator[ConfigProblem]:
     """Problems of the points that are to be simulated one after another."""
-    config = configs[0]
+    config = min(configs, key=cache_tokens)
     room, needed = cache_tokens(config), config.workload.prompt_tokens + config.rollout.max_tokens
     if room < needed:
         tp, memory = config.rollout.tp, GPUS[config.cluster.gpu].memory * config.cluster.memory_share

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from megatron_tlt.config.checks.sim import check_sim
 from megatron_tlt.config.planning.parameters import total_parameters
+from megatron_tlt.config.root import Config
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cluster import weight_passes
@@ -15,39 +16,40 @@ from megatron_tlt.sim.result import Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
 from megatron_tlt.sim.trace import Lengths
 
-MODES = {
-    "off": "no drafts, no training of a drafter",
-    "suffix": "drafts from sibling and earlier responses only",
-    "frozen": "the file's drafter, never trained during the run",
-    "tlt": "the file's drafter, trained in idle time",
-    "pre": "pre-rollouts in idle time, no drafter",
-    "tlt+pre": "pre-rollouts in idle time, and the file's drafter, trained there as the idle policy says",
-}
+MODES = ("off", "suffix", "frozen", "tlt", "pre", "tlt+pre")
+AnyConfig = TypeVar("AnyConfig", Config, SimConfig)
 
 
-def simulate(
-    config: SimConfig, modes: Sequence[str], nodes: Sequence[int] = (), assumed: Sequence[str] = ()
-) -> SimResult:
-    """All modes on all numbers of nodes (none: the file's). The first mode is the baseline of the comparisons.
-    `assumed`: what was assumed to make `config` of a run's (`from_run`).
+def simulate(configs: Sequence[SimConfig], modes: Sequence[str], assumed: Sequence[str] = ()) -> SimResult:
+    """All modes of each of `configs`, which differ in their nodes (`on_nodes`). The first mode is the baseline of the
+    comparisons. `assumed`: what was assumed to make `configs` of a run's (`from_run`).
 
     Raises ConfigError with every problem found.
     """
-    counts = list(nodes) or [config.cluster.nodes]
-    configs = {
-        (count, mode): in_mode(config, mode, count) for count in counts for mode in modes
-    }  # all are checked before the first is run
-    if problems := list(check_limits(list(configs.values()))):
+    runs = [(mode, in_mode(config, mode)) for config in configs for mode in modes]
+    if problems := list(check_limits([config for _, config in runs])):  # all are checked before the first is run
         raise ConfigError(problems)
-    points = {key: Simulation(of).run(key[1]) for key, of in configs.items()}
-    comparisons = [compare(points[count, modes[0]], points[count, mode]) for count in counts for mode in modes[1:]]
-    ordered = list(points.values())
-    texts = [*assumed, *assumptions(config)]
-    return SimResult(titled(config), config.model_dump(mode="json"), texts, ordered, comparisons)
+    points = [Simulation(config).run(mode) for mode, config in runs]
+    bases = {point.nodes: point for point in points if point.mode == modes[0]}
+    comparisons = [compare(bases[point.nodes], point) for point in points if point.mode != modes[0]]
+    config = configs[0]
+    texts = [*assumed, *_in_no_mode(config, [run for _, run in runs]), *assumptions(config)]
+    return SimResult(titled(config), config.model_dump(mode="json"), texts, points, comparisons)
 
 
-def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
-    """`config` as `mode` on `nodes` nodes. Raises ConfigError for a mode that is none, or cannot be."""
+def on_nodes(config: AnyConfig, counts: Sequence[int]) -> list[AnyConfig]:
+    """The configuration on each number of nodes (none: its own)."""
+    clusters = [config.cluster.model_copy(update={"nodes": count}) for count in counts]
+    return [config.model_copy(update={"cluster": cluster}) for cluster in clusters] or [config]
+
+
+def pre_rolls(mode: str) -> bool:
+    """Whether idle replicas pre-roll in this mode."""
+    return mode.endswith("pre")
+
+
+def in_mode(config: SimConfig, mode: str) -> SimConfig:
+    """`config` as `mode`. Raises ConfigError for a mode that is none, or cannot be."""
     if mode not in MODES:
         raise ConfigError.of("--compare", mode, f"must be some of {', '.join(MODES)}")
     spec = config.rollout.speculation
@@ -62,14 +64,21 @@ def in_mode(config: SimConfig, mode: str, nodes: int) -> SimConfig:
     else:
         trains = mode != "frozen"
     changed: dict[str, Any] = {
-        "cluster": config.cluster.model_copy(update={"nodes": nodes}),
         "rollout": config.rollout.model_copy(update={"speculation": spec}),
-        "idle": config.idle.model_copy(update={"train_drafter": trains, "pre_rollout": mode.endswith("pre")}),
+        "idle": config.idle.model_copy(update={"train_drafter": trains, "pre_rollout": pre_rolls(mode)}),
     }
     new = config.model_copy(update=changed)
     if problems := list(check_sim(new)):
         raise ConfigError(problems)
     return new
+
+
+def _in_no_mode(config: SimConfig, compared: Sequence[SimConfig]) -> Iterator[str]:
+    """Settings of `idle` that each of the `compared` modes has replaced, a sentence each."""
+    for name in ("pre_rollout", "train_drafter"):
+        value = getattr(config.idle, name)
+        if value != "auto" and all(getattr(run.idle, name) != value for run in compared):
+            yield f"none of the compared modes has idle.{name} = {str(value).lower()}"
 
 
 def titled(config: SimConfig) -> str:

@@ -4,7 +4,8 @@
      "points": [Point], "comparisons": [Comparison]}
 
 A point is one way of running (`mode`) on one number of nodes. All times are seconds of virtual time, GPU-times are
-seconds summed over GPUs. `to_json` writes every field of the classes below under its own name.
+seconds summed over GPUs. `config` has the first number of nodes. `to_json` writes every field of the classes below
+under its own name.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ class RunMetrics:
         self._responses: StepFile | None = None
         self._first_step = 0
         self._step = 1  # the step under way, from 1, until the next one begins
+        self._steps_done = 0  # when it began: its number in events, also of what follows its update
         self._started = self._step_started = time.perf_counter()
         self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
         self._acceptance = AcceptanceMonitor()
@@ -94,7 +96,7 @@ class RunMetrics:
     def start(self) -> None:
         """Opens the files that a resumed run continues; rows after the steps done are dropped."""
         section, steps_done = self._config.observe, self.state.step
-        self._step = min(steps_done + 1, self._config.train.num_steps)
+        self._step, self._steps_done = min(steps_done + 1, self._config.train.num_steps), steps_done
         self._events.start(steps_done, self.world.size)
         dump = self._config.model_dump(mode="json")
         self._metrics = MetricsLogger(self._run_dir, section, self.world.rank, steps_done, dump)
@@ -121,12 +123,12 @@ class RunMetrics:
         self.world.enter(name, self._step)
         enter_phase(name, self._step)
         self._progress.phase(name, self._step)
-        with self._peaks.phase(name), self._events.span(name, self.state.step):
+        with self._peaks.phase(name), self._events.span(name, self._steps_done):
             yield
 
     def begin_step(self) -> None:
         """A step begins: its time and its idle windows are counted from here on."""
-        self._step = self.state.step + 1
+        self._step, self._steps_done = self.state.step + 1, self.state.step
         self._step_started = time.perf_counter()
         self._windows.clear()
 
@@ -141,7 +143,7 @@ class RunMetrics:
 
     def rank_state(self, name: str, started: float, seconds: float) -> None:
         """Logs the rank's state for `seconds` from `started` (seconds since the epoch) on, in the present step."""
-        self._events.state(name, self.state.step, started, seconds)
+        self._events.state(name, self._steps_done, started, seconds)
 
     def on_rollout(self, running: int, waiting: int, generated_tokens: int) -> None:
         """Progress of this rank's engine: requests, and tokens since the rollout began."""
@@ -243,8 +245,9 @@ class RunMetrics:
         if self._metrics is not None:
             self._metrics.log(result.step, result.metrics())
         shown = "  ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
-        self._progress.note(
-            f"evaluation after step {result.step}: {shown} (± {result.stderr:.3f}, {result.num_prompts} prompts), "
+        error = "" if math.isnan(result.stderr) else f"± {result.stderr:.3f}, "
+        self.note(
+            f"evaluation after step {result.step}: {shown} ({error}{result.num_prompts} prompts), "
             f"length {result.mean_length:.0f}, truncated {result.truncated:.1%}"
         )
 

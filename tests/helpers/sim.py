@@ -49,7 +49,6 @@ def sim_config(*overrides: str, **sections: Any) -> SimConfig:
         "workload": {"steps": 2, "prompts_per_step": 32, "lengths": {"median": 250, "sigma": 0.8}},
         "rollout": {"samples_per_prompt": 4, "max_tokens": 2048, "max_batched_tokens": 8192},
         "idle": {"pre_rollout": False},
-        "training": {"tp": 2},
     }
     return build_config(base | sections, overrides, SimConfig)
 

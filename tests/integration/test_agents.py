@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from megatron_tlt.observe.events import read_events
 from tests.helpers.columns import undocumented_of
+from tests.helpers.events import read_events
 from tests.helpers.mpi import run_one, run_ranks
 from tests.helpers.runs import TLT_ON, assert_same_checkpoint, rollout_digests, rows, write_config
 

@@ -7,9 +7,9 @@ import torch
 from make_demo_policy import write_experts
 
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
-from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.jsonl import read_rows
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE
+from tests.helpers.events import read_events
 from tests.helpers.runs import assert_same_training, make_model, rows, train_many, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]

@@ -12,7 +12,7 @@ _REPEATS_BITS = "rollout.schedule: static, which repeats a run bit by bit as lon
 
 def check_pre_rollouts(config: Config) -> Problems:
     """`idle.pre_rollout: true` where they cannot run."""
-    if config.idle.pre_rollout is True and (reason := _missing(config)) is not None:
+    if config.idle.pre_rollout is True and (reason := why_pre_rollouts_cannot_run(config)) is not None:
         yield ConfigProblem("idle.pre_rollout", True, f"must be 'auto' or false with {reason}")
 
 
@@ -24,7 +24,7 @@ def why_no_pre_rollouts(config: Config, num_ranks: int) -> str | None:
         return "one rollout replica, which never waits"
     if config.idle.pre_rollout == "auto" and _repeats_bits(config):
         return _REPEATS_BITS
-    return _missing(config)
+    return why_pre_rollouts_cannot_run(config)
 
 
 def why_no_eval_drafts(config: Config) -> str | None:
@@ -47,8 +47,8 @@ def _repeats_bits(config: Config) -> bool:
     return (rollout.schedule, rollout.numerics, rollout.speculation.drafter) == ("static", "default", "none")
 
 
-def _missing(config: Config) -> str | None:
-    """The setting with which they do not run, and why."""
+def why_pre_rollouts_cannot_run(config: Config) -> str | None:
+    """The setting with which they cannot run, whatever `idle.pre_rollout` says; None: they can."""
     if (reason := _takes_no_drafts(config)) is not None:
         return reason
     if config.actor.router_replay == "rollout":

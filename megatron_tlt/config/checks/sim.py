@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_tlt.config.checks.layout import node_problems, pp_problems, tp_problems
+from megatron_tlt.config.checks.layout import node_problems, tp_problems
 from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
@@ -29,15 +29,11 @@ def check_sim(config: SimConfig) -> Problems:
 
 
 def _check_layout(config: SimConfig) -> Problems:
-    """Sizes that do not divide the GPUs, a node's, or the model."""
+    """An engine's size that does not divide the GPUs, a node's, or the model."""
     nodes, per_node = config.cluster.nodes, config.cluster.gpus_per_node
-    training, gpus = config.training, nodes * per_node
-    for path, tp in (("rollout.tp", config.rollout.tp), ("training.tp", training.tp)):
-        if gpus % tp:
-            yield ConfigProblem(path, tp, f"must divide the {gpus} GPUs")
-        else:
-            yield from node_problems(nodes, "cluster.gpus_per_node", per_node, path, tp)
-        yield from tp_problems(config.model, path, tp)
-    if gpus % (block := training.tp * training.pp):
-        yield ConfigProblem("training.pp", training.pp, f"tp x pp = {block} must divide the {gpus} GPUs")
-    yield from pp_problems(config.model, "training.pp", training.pp)
+    path, tp, gpus = "rollout.tp", config.rollout.tp, nodes * per_node
+    if gpus % tp:
+        yield ConfigProblem(path, tp, f"must divide the {gpus} GPUs")
+    else:
+        yield from node_problems(nodes, "cluster.gpus_per_node", per_node, path, tp)
+    yield from tp_problems(config.model, path, tp)

@@ -18,7 +18,9 @@ class SpeculationCounters:
         self._has_drafted = False  # whether the last decoding step had drafted tokens
 
     def add(self, step: StepMeasurement, draft: Draft | None) -> None:
-        """A decoding step that verified `draft`; None: a plain one. Mutates the counters."""
+        """A decoding step that verified `draft`; None: a plain one. Rows without a drafted token are not counted: they
+        emit their own next token, whatever the drafts. Mutates the counters.
+        """
         stats = self._stats
         name = NO_DRAFT.name if draft is None else step.strategy.name
         stats.steps_by_strategy[name] = stats.steps_by_strategy.get(name, 0) + 1
@@ -28,14 +30,16 @@ class SpeculationCounters:
             stats.switches.append((time.perf_counter(), self._has_drafted))
         if draft is None:
             return
-        stats.row_steps += step.num_running
+        rows = int(np.count_nonzero(draft.counts))
+        emitted = step.num_emitted - (step.num_running - rows)
+        stats.row_steps += rows
         stats.drafted_tokens += draft.num_tokens
         stats.accepted_tokens += int(np.sum(step.accepted))
-        stats.emitted_tokens += step.num_emitted
+        stats.emitted_tokens += emitted
         stats.verify_seconds += step.step_seconds
         batch = stats.by_batch.setdefault(step.num_running, [0, 0])
-        batch[0] += step.num_running
-        batch[1] += step.num_emitted
+        batch[0] += rows
+        batch[1] += emitted
         drafted = np.bincount(draft.positions)
         _accumulate(stats.drafted_at, drafted)
         _accumulate(stats.accepted_at, step.accepted[: len(drafted)])

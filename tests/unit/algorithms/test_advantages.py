@@ -62,6 +62,13 @@ def test_baselines() -> None:
     assert adv.share_of_equal_groups(PROMPT[:0], REWARD[:0]) == 0.0
 
 
+@pytest.mark.parametrize(("kl_in", "expected"), [("reward", 8 / 16), ("loss", None)])
+def test_a_kl_that_is_not_in_the_reward_is_no_column(kl_in: str, expected: float | None) -> None:
+    algorithm = build_algorithm(AlgorithmSection(name="rloo", kl_coef=0.1, kl_in=kl_in), 10)
+    rewards = table(kl_sum=np.array([4.0, 0, 4, 0, 0, 0]))
+    assert algorithm.table_metrics(rewards).get("reward/kl") == expected
+
+
 @pytest.mark.parametrize("scale", [1e160, 1e-160, 1.7e308])
 def test_rewards_whose_squares_no_float_holds(scale: float) -> None:
     """Advantages and metrics are those of the rewards in another unit."""

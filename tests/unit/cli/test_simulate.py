@@ -29,6 +29,13 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
     assert page.stat().st_size > 3000
 
 
+def test_settings_of_idle_that_no_mode_has_are_named(capsys):
+    idle = ["idle.pre_rollout=true", "idle.train_drafter=false", "--compare", "off,suffix"]
+    assert main(["simulate", "configs/sim/paper-7b.yaml", *SMALL, *idle]) == 0
+    assert "none of the compared modes has idle.pre_rollout = true\n" in (said := capsys.readouterr().out)
+    assert "idle.train_drafter" not in said
+
+
 def test_a_run_is_simulated_with_the_shape_in_its_models_files(capsys):
     small = ["cluster.memory_gib=80", "rollout.max_tokens=64", "train.prompts_per_step=8", "--compare", "off"]
     assert main(["simulate", "configs/quickstart.yaml", *small]) == 0
@@ -48,6 +55,10 @@ def test_a_run_is_simulated_with_the_shape_in_its_models_files(capsys):
         (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
         (["configs/sim/paper-7b.yaml", "--sweep", "nodes=²"], "must look like nodes=1,2,4"),
         (["configs/quickstart.yaml", "model.path=no/model"], "model.path (no/model) is not here"),
+        (
+            ["configs/recipes/dapo-qwen2.5-32b-8n8g.yaml", "--sweep", "nodes=1,8"],
+            "34.1 too many (optimizer 45.8, activations 16.7, engine weights 16.3, ...) (cluster.nodes = 1)",
+        ),
         (["configs/sim/paper-7b.yaml", "--out", "configs"], "is a directory"),
         (["configs/sim/paper-7b.yaml", "--report", "configs"], "is a directory"),
     ],

@@ -9,14 +9,9 @@ from tests.helpers.sim import sim_config
     ("overrides", "path"),
     [
         (["rollout.tp=3"], "rollout.tp"),
-        (["training.tp=16"], "training.tp"),
         (["rollout.tp=8"], "rollout.tp"),  # of 4 key/value heads
-        (["training.tp=8"], "training.tp"),
         (["rollout.tp=4", "cluster.gpus_per_node=2", "cluster.nodes=2"], "rollout.tp"),  # over two nodes
-        (["training.tp=4", "cluster.gpus_per_node=2", "cluster.nodes=2"], "training.tp"),
-        (["training.tp=1", "training.pp=8"], "training.pp"),  # of 28 layers
         (["rollout.carry_over=64"], "rollout.carry_over"),
-        (["training.tp=4", "training.pp=4"], "training.pp"),
         (["workload.lengths.path=l.txt", "workload.lengths.values=[3]"], "workload.lengths.path"),
         (["drafters.trained.rates=[]"], "drafters.trained.rates"),
         (["drafters.suffix.rates=[1.0]"], "drafters.suffix.rates"),
@@ -34,8 +29,8 @@ def test_what_does_not_go_together_is_named(overrides, path):
         ("nodes=32", "cluster.nodes"),
         ("node=32", "cluster.nodes"),
         ("lengths.path=x", "workload.lengths"),
-        ("tp=2", "rollout.tp or training.tp"),
-        ("traning.tp=2", "training"),
+        ("tp=2", "rollout.tp"),
+        ("traning.mfu=2", "training"),
         ("models={}", "model"),
     ],
 )

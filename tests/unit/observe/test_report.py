@@ -11,7 +11,7 @@ import pytest
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.page import Chart, Samples
-from megatron_tlt.observe.report import run_page
+from megatron_tlt.observe.report import accuracy, run_page, subtitle
 from megatron_tlt.observe.report_charts import longest_rollout
 from megatron_tlt.observe.report_compare import comparison, equality, phase_rows
 from megatron_tlt.observe.runfiles import read_run
@@ -247,6 +247,33 @@ def test_evaluations_after_the_same_steps_are_compared(tmp_path):
     a.evals, b.evals = [of[3]], [of[0]]
     notes = [stat.note for run in (a, b) for stat in run_page(run).stats if stat.label == "held-out accuracy"]
     assert notes == ["after step 3", "before the first step"]
+
+
+def test_an_unknown_standard_error_is_left_out():
+    assert accuracy({"eval/pass@1": 1.0, "eval/stderr": None}) == "1.000"
+    assert accuracy({"eval/pass@1": 1.0, "eval/stderr": 0.0}) == "1.000 ± 0.000"
+
+
+def test_ranks_are_those_of_the_last_step(tmp_path):
+    """Of 8 ranks that were resumed on 4 all have event logs."""
+    run, fewer = (read_run(write_run(tmp_path / f"{ranks}", ranks=ranks)) for ranks in (8, 4))
+    run.steps[-1] = fewer.steps[-1]
+    assert "4 ranks" in subtitle(run) and len(run.ranks) == 8
+    assert "8 ranks" in subtitle(read_run(write_run(tmp_path / "r", ranks=8, steps=0)))
+
+
+def test_steps_with_responses_of_the_rollout_cache_are_in_no_time(tmp_path):
+    a, b = (read_run(write_run(tmp_path / name, steps=3)) for name in ("a", "b"))
+    b.steps[1] |= {"rollout_cache/reused": 480.0, "time/rollout": 0.0, "time/idle": 0.0, "time/step": 0.1}
+    text = comparison(a, b)
+    assert "They are equally fast" in text and "Left out of times and means: step 2, with" in text
+    assert "Seconds a step, of 2 steps:" in text
+    note = next(stat.note for stat in run_page(b).stats if stat.label == "steps")
+    first, _, last = (row["time/step"] for row in b.steps)
+    assert note.startswith(f"{(first + last) / 2:.3g} s each, ")
+    b.steps[0]["rollout_cache/reused"] = a.steps[2]["rollout_cache/reused"] = 1.0
+    text = comparison(a, b)
+    assert "Nothing is known of their speed" in text and "steps 1, 2, 3, with" in text
 
 
 def squeezed(table: str) -> str:

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe import jsonl
-from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.runfiles import read_run
 from megatron_tlt.observe.timeline import write_timeline
+from tests.helpers.events import read_events
 from tests.helpers.synthetic_run import write_run
 
 METADATA = {"process_name", "process_sort_index", "thread_name"}

@@ -25,7 +25,7 @@ def test_frozen_weights_of_adapters_have_no_gradients(recompute, operations):
 
 def test_a_teacher_scores_once_beside_the_passes_of_the_policy():
     teacher = MODEL | {"num_layers": 56, "tie_word_embeddings": False}
-    config = sim_config("training.logprob_passes=1", training={"tp": 2, "teacher": teacher})
+    config = sim_config("training.logprob_passes=1", training={"teacher": teacher})
     alone, other = (sim_config("training.logprob_passes=1", model=model) for model in (MODEL, teacher))
     found, *parts = (Cluster(of).logprobs(np.full(100, 1000)) for of in (config, alone, other))
     assert found == pytest.approx(sum(parts)) and parts[1] > 1.8 * parts[0]

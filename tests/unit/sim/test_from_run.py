@@ -8,7 +8,7 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.memory import KV, estimate_memory
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cost_model import cache_tokens
-from megatron_tlt.sim.from_run import simulation_of
+from megatron_tlt.sim.from_run import simulation_of, usual_modes
 from tests.helpers.sim import few_steps  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
@@ -64,7 +64,8 @@ def test_every_pass_of_log_probs_is_counted(overrides, passes):
 def test_what_a_simulation_leaves_out_of_a_run_is_said(capsys):
     recipe, few = ROOT / "configs/recipes/grpo-qwen2.5-0.5b-1n1g.yaml", ["train.prompts_per_step=8"]
     plain, said = simulation_of(load_config(recipe, ["rollout.speculation.drafter=none", "idle.train_drafter=false"]))
-    assert plain.workload.prompt_tokens == 256 and len(said) == 1 and said[0].startswith("prompts have 256 tokens")
+    assert plain.workload.prompt_tokens == 256 and said[0] == "the mean is of 2 steps"
+    assert len(said) == 2 and said[1].startswith("prompts have 256 tokens")
     few += ["data.max_prompt_tokens=100", "env.kind=calculator", "rewards.functions=[{name: env}]"]
     assert main(["simulate", str(recipe), *few, "rollout.max_tokens=1024", "--compare", "off"]) == 0
     text = capsys.readouterr().out
@@ -73,6 +74,27 @@ def test_what_a_simulation_leaves_out_of_a_run_is_said(capsys):
     assert "responses have one turn" in text and "(env.kind = 'calculator')" in text
     dapo = load_config(ROOT / "configs/recipes/dapo-r1-distill-qwen-7b-1n8g.yaml")
     assert any("dynamic_sampling drops no group" in text for text in simulation_of(dapo)[1])
+
+
+def test_where_a_mode_pre_rolls_most_of_the_steps_have_something_pre_rolled():
+    config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml")
+    simulation, said = simulation_of(config, ["off", "tlt+pre"])
+    assert simulation.workload.steps == 4
+    assert said[0] == "the mean is of 4 steps, of which the first has no pre-rolled responses"
+
+
+def test_what_a_run_s_engine_cannot_do_is_refused_and_no_usual_mode():
+    trtllm = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g-trtllm.yaml")
+    with pytest.raises(ConfigError, match=r"'tlt\+pre': cannot run with rollout\.backend: trtllm") as error:
+        simulation_of(trtllm, ["off", "suffix", "tlt+pre"])
+    assert [problem.value for problem in error.value.problems] == ["suffix", "tlt+pre"]
+    assert usual_modes([trtllm], ["off", "suffix", "tlt"]) == ["off", "tlt"]
+    simulation, said = simulation_of(trtllm, ["off", "tlt"])
+    assert simulation.rollout.schedule == "static" and not simulation.idle.pre_rollout
+    assert any("rollout.backend = 'trtllm' is not simulated" in text for text in said)
+    embedded = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g.yaml")
+    assert usual_modes([embedded], ["off", "suffix", "tlt"]) == ["off", "suffix", "tlt", "tlt+pre"]
+    assert simulation_of(embedded)[0].rollout.schedule == "pull" and simulation_of(embedded)[0].idle.pre_rollout
 
 
 def test_a_teacher_s_pass_is_priced_by_its_own_shape():

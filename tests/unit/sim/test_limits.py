@@ -21,7 +21,7 @@ from tests.helpers.sim import sim_config
 )
 def test_what_cannot_be_simulated_is_refused(overrides, said):
     with pytest.raises(ConfigError, match=said) as error:
-        simulate(sim_config(*overrides), ["off", "suffix"])
+        simulate([sim_config(*overrides)], ["off", "suffix"])
     assert len(error.value.problems) == 1
 
 

@@ -13,8 +13,7 @@ def test_modes_set_drafter_and_training():
     config = sim_config(*EAGLE)
     found = {}
     for mode in ("off", "suffix", "frozen", "tlt"):
-        new = in_mode(config, mode, 2)
-        assert new.cluster.nodes == 2
+        new = in_mode(config, mode)
         found[mode] = new.rollout.speculation.drafter, new.idle.train_drafter
     assert found == {
         "off": ("none", False),
@@ -26,11 +25,11 @@ def test_modes_set_drafter_and_training():
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="must be some of off, suffix, frozen, tlt"):
-        in_mode(sim_config(), "on", 1)
+        in_mode(sim_config(), "on")
     with pytest.raises(ConfigError, match=r"rollout\.speculation\.drafter"):
-        in_mode(sim_config(), "tlt", 1)
+        in_mode(sim_config(), "tlt")
     with pytest.raises(ConfigError, match="must divide the 8 GPUs"):
-        in_mode(sim_config("training.tp=3"), "off", 1)
+        in_mode(sim_config("rollout.tp=3"), "off")
 
 
 def test_truncated_responses_are_reported(tmp_path):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_tlt.observe.page import Chart
-from megatron_tlt.sim.modes import simulate
+from megatron_tlt.sim.modes import on_nodes, simulate
 from megatron_tlt.sim.report import build_page, write_report
 from megatron_tlt.sim.tables import headline, simulation_text
 from tests.helpers.sim import few_steps, sim_config  # noqa: F401
@@ -16,7 +16,7 @@ EAGLE = (f"{SPEC}.drafter=eagle", f"{SPEC}.drafter_path=x", f"{SPEC}.selector=be
 
 @pytest.fixture(scope="module")
 def result():
-    return simulate(sim_config(*EAGLE, "name=A & B"), ["off", "tlt"], [1, 2])
+    return simulate(on_nodes(sim_config(*EAGLE, "name=A & B"), [1, 2]), ["off", "tlt"])
 
 
 def test_tables_show_every_point(result):

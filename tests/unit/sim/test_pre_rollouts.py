@@ -15,7 +15,6 @@ TWO = {
     "cluster": {"nodes": 1, "gpus_per_node": 2},
     "workload": {"steps": 2, "prompts_per_step": 2, "lengths": {"values": [20, 100]}},
     "rollout": {"samples_per_prompt": 1, "max_tokens": 200, "speculation": {"selector": "fixed"}},
-    "training": {"tp": 1},
 }
 NO_WAIT = "idle.min_tail_seconds=0.0"
 
@@ -39,7 +38,7 @@ def a_second_each(monkeypatch):
 
 
 def run(mode, *overrides, **sections):
-    return Simulation(in_mode(sim_config(*overrides, **sections), mode, 1)).run(mode)
+    return Simulation(in_mode(sim_config(*overrides, **sections), mode)).run(mode)
 
 
 def test_two_replicas_and_one_long_response(a_second_each):

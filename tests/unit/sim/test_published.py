@@ -13,7 +13,7 @@ import pytest
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.sim import SimConfig, SimCostSection
 from megatron_tlt.sim.cost_model import GPUS, Roofline
-from megatron_tlt.sim.modes import in_mode
+from megatron_tlt.sim.modes import in_mode, on_nodes
 from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.mpi import ROOT
 
@@ -75,12 +75,10 @@ def test_the_case_study_of_128_requests():
     changed = {
         "cluster": config.cluster.model_copy(update={"nodes": 1, "gpus_per_node": 4}),
         "workload": config.workload.model_copy(update={"prompts_per_step": 16}),
-        "training": config.training.model_copy(update={"tp": 4, "start_quality": 1.0, "drift": 0.0}),
+        "training": config.training.model_copy(update={"start_quality": 1.0, "drift": 0.0}),
     }
     config = config.model_copy(update=changed)
-    plain, drafted = (
-        Simulation(in_mode(config, mode, 1)).run(mode).mean.phases["rollout"] for mode in ("off", "frozen")
-    )
+    plain, drafted = (Simulation(in_mode(config, mode)).run(mode).mean.phases["rollout"] for mode in ("off", "frozen"))
     assert error(plain / drafted, FIGURE14) < 0.15
 
 
@@ -89,7 +87,8 @@ def test_the_case_study_of_128_requests():
 def test_speed_up_by_nodes():
     found = {}
     for name, nodes in TABLE3:
-        plain, tlt = (Simulation(in_mode(setup(name), mode, nodes)).run(mode).seconds for mode in ("off", "tlt"))
+        (config,) = on_nodes(setup(name), [nodes])
+        plain, tlt = (Simulation(in_mode(config, mode)).run(mode).seconds for mode in ("off", "tlt"))
         found[name, nodes] = plain / tlt
     seven = [found[point] for point in TABLE3 if point[0] == "7b"]
     assert seven == sorted(seven)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.sim.modes import simulate
+from megatron_tlt.sim.modes import on_nodes, simulate
 from megatron_tlt.sim.result import SIM_PHASES
 from megatron_tlt.sim.simulate import Simulation
 from tests.helpers.mpi import ROOT
@@ -30,7 +30,7 @@ def test_phases_add_up_and_tokens_are_counted():
 
 
 def test_modes_give_the_same_responses_in_different_times():
-    result = simulate(sim_config(*BULK, *EAGLE, QUICK), ["off", "suffix", "frozen", "tlt"])
+    result = simulate([sim_config(*BULK, *EAGLE, QUICK)], ["off", "suffix", "frozen", "tlt"])
     off, suffix, frozen, tlt = result.points
     assert len({p.steps[0].tokens for p in result.points}) == 1
     assert tlt.seconds < off.seconds and suffix.seconds < off.seconds
@@ -44,7 +44,7 @@ def test_modes_give_the_same_responses_in_different_times():
 
 def test_more_nodes_take_less_time_and_give_speculation_more_to_gain():
     config = sim_config(*BULK, *EAGLE, QUICK, "workload.prompts_per_step=128")
-    result = simulate(config, ["off", "tlt"], [1, 8])
+    result = simulate(on_nodes(config, [1, 8]), ["off", "tlt"])
     gains = [c.e2e for c in result.comparisons]
     seconds = [p.seconds for p in result.points if p.mode == "tlt"]
     assert gains[0] < gains[1] and seconds[0] > seconds[1]

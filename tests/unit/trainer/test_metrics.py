@@ -14,14 +14,15 @@ import torch
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.idle.window import WindowReport
-from megatron_tlt.observe.events import read_events
 from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.observe.reduction import reduced, values_of
 from megatron_tlt.observe.rollouts import RESPONSES_DIR, ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.runfiles import ranks_of
+from megatron_tlt.trainer.evaluation import EvalResult
 from megatron_tlt.trainer.metrics import RunMetrics, _acceptance, window_metrics
 from megatron_tlt.trainer.recovery import TrainState
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup
+from tests.helpers.events import read_events
 
 
 def metrics_of(
@@ -170,7 +171,16 @@ def test_phases_are_of_the_step_under_way_from_1(tmp_path: Path, steps_done: int
             pass
     assert entered == [step, step]
     spans = [event["step"] for event in read_events(tmp_path, 0) if event["kind"] == "span"]
-    assert spans == [steps_done, min(steps_done + 1, 4)], "events count steps done"
+    assert spans == [steps_done, steps_done], "events count the steps done before"
+
+
+@pytest.mark.parametrize(("error", "shown"), [(0.02, "(± 0.020, 1 prompts)"), (float("nan"), "(1 prompts)")])
+def test_an_evaluations_line_has_the_standard_error_that_is_known(tmp_path: Path, error: float, shown: str) -> None:
+    notes: list[str] = []
+    with closing(metrics_of(tmp_path)) as metrics:
+        metrics.note = notes.append  # type: ignore[method-assign]
+        metrics.log_eval(EvalResult(3, 1, {"1": 1.0}, error, 1.0, 5.0, 5.0, 0.0, 0))
+    assert [note.partition(", length")[0] for note in notes] == [f"evaluation after step 3: pass@1 1.000 {shown}"]
 
 
 def test_tokens_that_the_exchange_dropped_are_counted_once_for_all_ranks(tmp_path: Path) -> None:
