@@ -40,6 +40,7 @@ class Job(ABC):
     checkpoints: CheckpointManager
     shutdown: GracefulShutdown
     progress: ProgressDisplay | None = None
+    _loaded: int | None = None  # step of the checkpoint that this start goes on from
 
     @property
     @abstractmethod
@@ -140,7 +141,7 @@ class Job(ABC):
         except CheckpointError as error:
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
-        step = None if state is None else self.done
+        step = self._loaded = None if state is None else self.done
         kind = processor(self.world.device)
         if self.world.is_main and (changed := write_config(self.config, self.state_dir, step, kind)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
@@ -161,7 +162,8 @@ class Job(ABC):
         """Saves, and says where the next start goes on."""
         unsaved = self._keep()
         # Another value begins anew, or at the checkpoint that it names, and the first save then removes later ones.
-        needs = "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+        is_there = self.config.checkpoint.resume == "auto" or self.done == self._loaded
+        needs = "" if is_there else " with checkpoint.resume=auto"
         then = unsaved or f"saved after step {self.done}, the next start goes on there{needs}"
         self.note(f"{self.shutdown.reason()}: {reason}; {then}")
         ended = f"ended by a signal after step {self.done} of {self.num_steps}"

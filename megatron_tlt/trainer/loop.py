@@ -72,7 +72,8 @@ class RLTrainer(Job):
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._sync_weights()
         if self._maybe_evaluate():
-            self.checkpoints.is_behind = self.done > 0  # a signal had dropped this evaluation
+            # A signal had dropped this evaluation; a checkpoint that is not this run's newest stays as it is.
+            self.checkpoints.is_behind = self.checkpoints.newest == self.done
             self.shutdown.sync_after_step()
         return True
 
@@ -149,7 +150,6 @@ class RLTrainer(Job):
             if self.policy.has_stepped:
                 # After an update that was skipped the weights are those before it; older checkpoints stay beside it.
                 self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
-            self.checkpoints.wait()
         self.recovery.rollout_cache.clear()
         self.metrics.finish(self.checkpoints.latest())
 

@@ -138,6 +138,12 @@ def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
     assert job.ended == [(True, f"ended by a signal after step 3 of 4; {goes_on}")]
 
 
+def test_a_signal_before_any_step_leaves_the_named_checkpoint_to_the_same_command(tmp_path):
+    job = Counting(tmp_path, Kept({"count": 2}), Signals(within=3), resume="checkpoints/step-000002")
+    assert job.run()
+    assert job.ended == [(True, "ended by a signal after step 2 of 4; saved, the same command goes on")]
+
+
 def test_after_the_last_step_a_signal_changes_nothing(tmp_path):
     job = Counting(tmp_path, Kept(), Signals(after=4))
     assert not job.run() and job.finished and not job.ended
