@@ -142,8 +142,8 @@ class Job(ABC):
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
         step = self._loaded = None if state is None else self.done
-        kind = processor(self.world.device)
-        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step, kind)):
+        about = processor(self.world.device), state is not None and state.get("drafter") is not None
+        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step, *about)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
             _log.warning("the run goes on with other settings, code or processor than at its last start: %s", what)
         self.world.barrier()

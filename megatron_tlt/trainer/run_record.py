@@ -25,17 +25,20 @@ _LEARNS_FROM = (
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
     *("actor.router_replay", "actor.lora", "rollout.backend", "rollout.dtype", "eval"),
 )
+_ADAPTER, _DRAFTER = "actor.lora.adapter_path", "rollout.speculation.drafter_path"
 _FREE = (".params", ".chat_template_kwargs")  # mappings whose keys are the user's
 
 
-def write_config(config: TrainingConfig, directory: Path, step: int | None, processor: str) -> list[str]:
+def write_config(
+    config: TrainingConfig, directory: Path, step: int | None, processor: str, has_drafter: bool = False
+) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
     The record has two fields more, `code`: fingerprints of the user's rewards and environment, and the kind of
-    `processor`. `step`: of the checkpoint that it goes on from; None: it begins.
+    `processor`. `step`: of the checkpoint that it goes on from, in which there may be a drafter; None: it begins.
 
-    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on; a line of
-    `CHANGES_FILE` has their former and new values.
+    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on, and
+    the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
@@ -45,12 +48,13 @@ def write_config(config: TrainingConfig, directory: Path, step: int | None, proc
         found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
     except (OSError, ValueError, TypeError):  # the first start, or no record of this program
         found = {}
-    changed = {f: pair for f, pair in found.items() if step is not None and _is_learned_from(f)}
+    named_too = {_DRAFTER} if has_drafter else set()
+    changed = {f: pair for f, pair in found.items() if step is not None and (_is_learned_from(f) or f in named_too)}
     if changed or (directory / CHANGES_FILE).exists():
         with StepFile(directory / CHANGES_FILE, step or 0) as file:  # without lines of later steps
             file.write_rows(step or 0, *([{"changed": changed}] if changed else []))
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
-    return [f"{f} (or a .py file beside it)" if f.startswith("code.") else f for f in changed]
+    return [f"{field}{_remark(field)}" for field in changed]
 
 
 def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
@@ -71,6 +75,13 @@ def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
         for (its, mine), field in pairs.items()
         if not is_same_model(its, mine)
     ]
+
+
+def _remark(field: str) -> str:
+    """What a warning says behind a changed field."""
+    if field in (_ADAPTER, _DRAFTER):
+        return " (without effect: the weights are the checkpoint's)"
+    return " (or a .py file beside it)" if field.startswith("code.") else ""
 
 
 def _is_learned_from(field: str) -> bool:

@@ -12,10 +12,12 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.trainer.run_record import CHANGES_FILE, other_model, write_config
 
 
-def start(run_dir: Path, *overrides: str, step: int | None = 3, processor: str = "x86_64 avx2") -> list[str]:
+def start(
+    run_dir: Path, *overrides: str, step: int | None = 3, processor: str = "x86_64 avx2", has_drafter: bool = False
+) -> list[str]:
     """The fields that this start has otherwise than the one before."""
     config = build_config({"model": {"path": "m"}}, [f"train.run_dir={run_dir}", *overrides], Config)
-    return sorted(write_config(config, run_dir, step, processor))
+    return sorted(write_config(config, run_dir, step, processor, has_drafter))
 
 
 # Learned from, and three of speed alone.
@@ -34,9 +36,20 @@ def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> N
         *("rollout.backend", "rollout.carry_over", "rollout.dtype", "rollout.max_tokens", "rollout.temperature"),
         *("train.prompts_per_step", "train.seed"),
     ]
-    assert start(tmp_path, reward % 0.9, "optimizer.lr=0.5", *OTHERS, "actor.lora.adapter_path=/a") == [
-        "actor.lora.adapter_path"
-    ]
+
+
+@pytest.mark.parametrize(
+    ("has_drafter", "field"),
+    [(True, "rollout.speculation.drafter_path"), (True, "actor.lora.adapter_path"), (False, None)],
+)
+def test_weights_that_the_checkpoint_replaces_are_named_as_without_effect(
+    tmp_path: Path, has_drafter: bool, field: str | None
+) -> None:
+    """A checkpoint without a drafter, of a run that does not train it, leaves `drafter_path` its effect."""
+    start(tmp_path, "actor.lora.rank=4", has_drafter=has_drafter)
+    given = f"{field or 'rollout.speculation.drafter_path'}=/a"
+    expected = [] if field is None else [f"{field} (without effect: the weights are the checkpoint's)"]
+    assert start(tmp_path, "actor.lora.rank=4", given, has_drafter=has_drafter) == expected
 
 
 def test_a_mapping_of_the_users_own_is_compared_whole(tmp_path: Path) -> None:
