@@ -160,6 +160,7 @@ class SftTrainer(Job):
         self.shutdown.sync("update")
         out = self.policy.train_step(self._share(sequences))
         self.done = step
+        self.shutdown.step_done()
         self._tokens += sum(s.trajectory.length for s in sequences)
         self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
         if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
