@@ -131,7 +131,9 @@ class Job(ABC):
         return False
 
     def _resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one; only after that the configuration is recorded."""
+        """Loads the checkpoint to resume from, if there is one; only after that, and where steps are left, the
+        configuration is recorded.
+        """
         try:
             self.world.enter("load")
             state = self.saved()
@@ -143,7 +145,8 @@ class Job(ABC):
         self.world.accept()
         step = self._loaded = None if state is None else self.done
         about = processor(self.world.device), state is not None and state.get("drafter") is not None
-        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step, *about)):
+        records = self.world.is_main and not self.is_complete()
+        if records and (changed := write_config(self.config, self.state_dir, step, *about)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
             _log.warning("the run goes on with other settings, code or processor than at its last start: %s", what)
         self.world.barrier()

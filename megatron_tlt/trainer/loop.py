@@ -59,13 +59,13 @@ class RLTrainer(Job):
 
     def begin(self) -> bool:
         """The first weight sync and evaluation; see `Job.begin`."""
-        self.metrics.start()
-        if self.is_complete():
+        if self.is_complete():  # rows of later steps stay, where it goes on from an earlier one
             self.note(
                 f"nothing to do: {self.config.train.run_dir} is already at step {self.state.step} of "
                 f"train.num_steps = {self.num_steps} (another train.run_dir starts a new run)"
             )
             return False
+        self.metrics.start()
         if not self.done and self.recovery.rollout_cache.has_old_steps:
             self.note("no checkpoint yet: begins at step 1, with the responses of the rollout cache")
         self._collect_hidden_states()

@@ -12,6 +12,7 @@ import torch
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import CheckpointError, OpeningError, SaveError, TrainingError, UnjudgedError
+from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -127,6 +128,14 @@ def test_other_settings_than_at_the_last_start_are_a_warning(tmp_path, caplog):
         resumed.run()
         assert len(caplog.messages) == warnings
     assert caplog.messages[0].endswith(": optimizer.lr (values: config_changes.jsonl)")
+
+
+def test_a_start_without_steps_left_leaves_the_record_of_the_last_one(tmp_path):
+    """It may be at an earlier step than that, which `checkpoint.resume` names."""
+    Counting(tmp_path, Kept(), Signals()).run()
+    record = (tmp_path / CONFIG_FILE).read_bytes()
+    again = Counting(tmp_path, Kept({"count": 4}), Signals(), resume="checkpoints/step-000004")
+    assert not again.run() and (tmp_path / CONFIG_FILE).read_bytes() == record
 
 
 def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
