@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.actor.base_fingerprint import weight_fingerprints
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.hub import with_names
 from megatron_tlt.models.hf.peft import is_same_model
@@ -19,7 +20,7 @@ CHANGES_FILE = "config_changes.jsonl"
 
 # Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (
-    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor"),
+    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor", "reference"),
     *("train.prompts_per_step", "train.seed"),
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
@@ -34,15 +35,16 @@ def write_config(
 ) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
-    The record has two fields more, `code`: fingerprints of the user's rewards and environment, and the kind of
-    `processor`. `step`: of the checkpoint that it goes on from, in which there may be a drafter; None: it begins.
+    The record has three fields more, `code`: fingerprints of the user's rewards and environment, `reference`: of the
+    weights that the policy is compared with, which no checkpoint holds, and the kind of `processor`. `step`: of the
+    checkpoint that it goes on from, in which there may be a drafter; None: it begins.
 
     Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on, and
     the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
-    named |= {"code": _code(named), "processor": processor}
+    named |= {"code": _code(named), "reference": _reference(config), "processor": processor}
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
@@ -81,6 +83,8 @@ def _remark(field: str) -> str:
     """What a warning says behind a changed field."""
     if field in (_ADAPTER, _DRAFTER):
         return " (without effect: the weights are the checkpoint's)"
+    if field.startswith("reference."):
+        return " (other weights)"
     return " (or a .py file beside it)" if field.startswith("code.") else ""
 
 
@@ -98,6 +102,14 @@ def _changed(before: Any, now: Any, field: str) -> list[tuple[str, tuple[Any, An
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return [f for i, pair in enumerate(zip(before, now)) for f in _changed(*pair, f"{field}.{i}")]
     return [] if before == now else [(field, (before, now))]
+
+
+def _reference(config: TrainingConfig) -> dict[str, str]:
+    """Fingerprint of the weights of the teacher, or of the reference policy, by field; none where no KL is computed."""
+    if config.rl is None or not config.rl.algorithm.kl_weight:
+        return {}
+    names = ("model.path", "model.megatron_path") if config.rl.algorithm.teacher is None else ("algorithm.teacher",)
+    return {field: found for field, (_, found) in weight_fingerprints(config).items() if field in names}
 
 
 def _code(named: dict[str, Any]) -> dict[str, str]:

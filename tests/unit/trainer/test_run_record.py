@@ -9,7 +9,9 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.run_record import CHANGES_FILE, other_model, write_config
+from tests.helpers.tiny_models import TINY, random_weights
 
 
 def start(
@@ -95,6 +97,27 @@ def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert start(tmp_path, *options) == [], "a file beside it may not be read, and the run needs none"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["algorithm.kl_coef=0.1"], "reference.model.path (other weights)"),
+        (["algorithm.kl_coef=0"], None),
+        (["algorithm.name=distill", "algorithm.teacher={teacher}"], "reference.algorithm.teacher (other weights)"),
+    ],
+)
+def test_weights_of_a_reference_that_were_written_anew_are_named(
+    tmp_path: Path, given: list[str], named: str | None
+) -> None:
+    """Each start reads them where they are; the policy is the checkpoint's."""
+    model, teacher = tmp_path / "model", tmp_path / "teacher"
+    options = [f"model.path={model}", *(text.format(teacher=teacher) for text in given)]
+    for shift, expected in ((0.0, None), (0.0, None), (0.1, named)):
+        for directory in (model, teacher):
+            weights = ((name, w + shift if "o_proj" in name else w) for name, w in random_weights(TINY))
+            save_hf(directory, TINY, weights)
+        assert start(tmp_path, *options) == ([] if expected is None else [expected])
 
 
 CACHE = "/cache/models--Qwen--Qwen2.5-7B/snapshots/" + 40 * "0"
