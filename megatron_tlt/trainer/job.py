@@ -72,6 +72,10 @@ class Job(ABC):
     def finish(self) -> None:
         """What comes after the last step."""
 
+    def held_out(self) -> dict[str, str]:
+        """Fingerprint of the held-out rows, by the field that names them."""
+        return {}
+
     def unsaved(self) -> str | None:
         """Why the state is not saved, and where the next start goes on; None: it is saved."""
         return None
@@ -144,7 +148,8 @@ class Job(ABC):
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
         step = self._loaded = None if state is None else self.done
-        about = processor(self.world.device), state is not None and state.get("drafter") is not None
+        has_drafter = state is not None and state.get("drafter") is not None
+        about = processor(self.world.device), has_drafter, self.held_out()
         records = self.world.is_main and not self.is_complete()
         if records and (changed := write_config(self.config, self.state_dir, step, *about)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"

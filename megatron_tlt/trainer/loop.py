@@ -177,6 +177,9 @@ class RLTrainer(Job):
         counts = {"mini_batches": self.config.algorithm.mini_batches}
         return {**self.recovery.state_dict(), **counts, "total_optimizer_steps": self.config.optimizer_steps}
 
+    def held_out(self) -> dict[str, str]:
+        return {} if self.evaluator is None else {"data.eval": self.evaluator.fingerprint}
+
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             return "there was no update yet, the next start begins anew"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ CHANGES_FILE = "config_changes.jsonl"
 
 # Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (
-    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor", "reference"),
+    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor", "reference", "held_out"),
     *("train.prompts_per_step", "train.seed"),
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
@@ -31,13 +32,19 @@ _FREE = (".params", ".chat_template_kwargs")  # mappings whose keys are the user
 
 
 def write_config(
-    config: TrainingConfig, directory: Path, step: int | None, processor: str, has_drafter: bool = False
+    config: TrainingConfig,
+    directory: Path,
+    step: int | None,
+    processor: str,
+    has_drafter: bool = False,
+    held_out: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
-    The record has three fields more, `code`: fingerprints of the user's rewards and environment, `reference`: of the
-    weights that the policy is compared with, which no checkpoint holds, and the kind of `processor`. `step`: of the
-    checkpoint that it goes on from, in which there may be a drafter; None: it begins.
+    The record has four fields more: the kind of `processor`, and fingerprints, by field: `code`, of the user's rewards
+    and environment, `reference`, of the weights that the policy is compared with, which no checkpoint holds, and
+    `held_out`, of rows. `step`: of the checkpoint that it goes on from, in which there may be a drafter; None: it
+    begins.
 
     Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on, and
     the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values.
@@ -45,6 +52,7 @@ def write_config(
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
     named |= {"code": _code(named), "reference": _reference(config), "processor": processor}
+    named["held_out"] = dict(held_out or {})
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
@@ -83,9 +91,9 @@ def _remark(field: str) -> str:
     """What a warning says behind a changed field."""
     if field in (_ADAPTER, _DRAFTER):
         return " (without effect: the weights are the checkpoint's)"
-    if field.startswith("reference."):
-        return " (other weights)"
-    return " (or a .py file beside it)" if field.startswith("code.") else ""
+    remarks = {"reference": "other weights", "held_out": "other rows", "code": "or a .py file beside it"}
+    remark = remarks.get(field.partition(".")[0])
+    return f" ({remark})" if remark else ""
 
 
 def _is_learned_from(field: str) -> bool:

@@ -86,10 +86,15 @@ def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     """Digest of the training records, of what decides their order, and of the model and adapter at the start."""
     sft, model, lora = config.sft, config.model, config.actor.lora
-    start = model.megatron_path or policy_fingerprint(model.path)
-    digest = hashlib.sha256(f"{start} {sft.seed} {sft.tokens_per_step}".encode())
+    start = f"{model.megatron_path or policy_fingerprint(model.path)} {sft.seed} {sft.tokens_per_step}".encode()
     if lora is not None and lora.adapter_path is not None:
-        digest.update((Path(lora.adapter_path) / ADAPTER_WEIGHTS).read_bytes())
+        start += (Path(lora.adapter_path) / ADAPTER_WEIGHTS).read_bytes()
+    return _digest(sequences, start)
+
+
+def _digest(sequences: Sequence[TrainSequence], start: bytes = b"") -> str:
+    """Of records, behind `start`."""
+    digest = hashlib.sha256(start)
     for sequence in sequences:
         digest.update(sequence.trajectory.token_ids.tobytes() + sequence.loss_mask.tobytes() + b"|")
     return digest.hexdigest()
@@ -171,6 +176,9 @@ class SftTrainer(Job):
         """What a checkpoint has beside policy and optimizer."""
         total = self.config.optimizer_steps  # of the learning-rate schedule
         return {"step": self.done, "sft": self._fingerprint, "total_optimizer_steps": total}
+
+    def held_out(self) -> dict[str, str]:
+        return {"sft.eval_path": _digest(self._eval)} if self._eval else {}
 
     def unsaved(self) -> str | None:
         """Without an update there is no state that could be loaded."""

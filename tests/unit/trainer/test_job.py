@@ -138,6 +138,16 @@ def test_a_start_without_steps_left_leaves_the_record_of_the_last_one(tmp_path):
     assert not again.run() and (tmp_path / CONFIG_FILE).read_bytes() == record
 
 
+def test_held_out_rows_that_changed_are_a_warning(tmp_path, caplog):
+    state = None
+    for rows, expected in (("a", []), ("a", []), ("b", ["held_out.data.eval (other rows)"])):
+        job = Counting(tmp_path, Kept(state), Signals(after=1))
+        job.held_out = lambda rows=rows: {"data.eval": rows}
+        job.run()
+        state = job.checkpoints.state
+        assert [text.partition("last start: ")[2].partition(" (values")[0] for text in caplog.messages] == expected
+
+
 def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
     job = Counting(tmp_path, Kept(), Signals(after=3), resume="never")
     assert job.run()
