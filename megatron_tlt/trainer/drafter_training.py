@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -176,7 +175,7 @@ class DrafterJob(Job):
         if self.world.is_main:
             note_maker(self._out, "drafter train")
             self._training.save(self._out)
-            shutil.rmtree(self.state_dir, ignore_errors=True)
+            self.remove_state()
             result = self._training.result
             print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
             print(f"wrote {self._out}", flush=True)

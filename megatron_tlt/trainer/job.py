@@ -7,6 +7,7 @@ load -> begin -> [ step -> save where due ] ... -> finish
 from __future__ import annotations
 
 import logging
+import shutil
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -176,6 +177,15 @@ class Job(ABC):
         self.note(f"{self.shutdown.reason()}: {reason}; {then}")
         ended = f"ended by a signal after step {self.done} of {self.num_steps}"
         self.world.ends_early(unsaved is None, f"{ended}; {unsaved or f'saved, the same command goes on{needs}'}")
+
+    def remove_state(self) -> None:
+        """Removes `state_dir`, which then is no state to go on from, whatever is left of it: by a kill, or of a file
+        that NFS keeps while it is open. Rank 0 only.
+        """
+        removed = self.state_dir.with_name(f".{self.state_dir.name}")
+        shutil.rmtree(removed, ignore_errors=True)
+        self.state_dir.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def close(self) -> None:
         """Frees its parts; the checkpoints last, for from there on another job may use their directory."""

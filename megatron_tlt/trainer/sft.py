@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -16,7 +15,6 @@ from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.checks.files import note_maker
-from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
@@ -168,9 +166,6 @@ class SftTrainer(Job):
         self.shutdown.step_done()
         self._tokens += sum(s.trajectory.length for s in sequences)
         self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
-        if step < sft.num_steps and sft.save_every and step % sft.save_every == 0:
-            self.world.enter("save", step)
-            self._write()
 
     def state_dict(self) -> State:
         """What a checkpoint has beside policy and optimizer."""
@@ -190,11 +185,7 @@ class SftTrainer(Job):
         self.world.enter("save", self.done)
         self._write()
         if self.world.is_main:
-            # Renamed first: what a kill leaves half removed must not look like checkpoints.
-            finished = self.state_dir.with_name(f".{UNFINISHED}")
-            shutil.rmtree(finished, ignore_errors=True)
-            self.state_dir.rename(finished)
-            shutil.rmtree(finished, ignore_errors=True)
+            self.remove_state()
             print(f"wrote {self.config.sft.out}", flush=True)
 
     def _write(self) -> None:

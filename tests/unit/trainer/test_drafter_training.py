@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import UNFINISHED
@@ -92,3 +93,17 @@ def test_a_second_training_does_not_touch_what_a_first_one_writes(tmp_path: Path
     with pytest.raises(RunDirectoryError, match=f"{unfinished} is in use by process"):
         DrafterJob(config, world, tmp_path, {}, unused, unused)
     first.release()
+
+
+def test_a_finished_training_leaves_no_state_also_where_its_files_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next command would train from nothing and replace the drafter. NFS keeps the open lock under another name."""
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    job: Any = object.__new__(DrafterJob)
+    job._out, job.world = tmp_path, SimpleNamespace(is_main=True, barrier=lambda: None)
+    job._training = SimpleNamespace(save=lambda out: None, result=SimpleNamespace(bases=0))
+    job.state_dir.mkdir()
+    job.finish()
+    assert output_directory_problems("--out", str(tmp_path), "drafter train", (), replaces=False)
+    assert not (tmp_path / UNFINISHED).exists()
