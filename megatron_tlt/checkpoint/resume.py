@@ -122,8 +122,8 @@ def removal_warning(config: TrainingConfig) -> str | None:
     if not (later := [path.name for path in there if files.step_of(path) > start]):
         return None
     return (
-        f"checkpoint.resume = {resume} goes on after step {start}: its first step or evaluation removes the rows of "
-        f"later steps in {config.state_dir}, its first save {shortened(later[::-1])}; another directory keeps them"
+        f"checkpoint.resume = {resume} goes on after step {start}: the first step or evaluation removes the rows of "
+        f"later steps, the first save {shortened(later[::-1])} of {config.state_dir}; another directory keeps them"
     )
 
 
