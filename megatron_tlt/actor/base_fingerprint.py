@@ -13,14 +13,17 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megatron_tlt.actor.checkpoint_files import record_of
 from megatron_tlt.actor.hf_names import slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.config.model import ModelSection
+from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.fingerprint import digest_of, policy_fingerprint, spaced, stored_rows
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import weight_files
 from megatron_tlt.models.hf.loader import open_tensors
+from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 
 
 def base_fingerprint(model: ModelSection, config: ModelConfig) -> str:
@@ -36,6 +39,21 @@ def base_fingerprint(model: ModelSection, config: ModelConfig) -> str:
     except (CheckpointError, KeyError, SafetensorError):
         return ""
     return f"{policy_fingerprint(model.path) if path is None else ''}-{layers}"
+
+
+def weight_fingerprints(config: TrainingConfig) -> dict[str, tuple[str, str]]:
+    """Path and fingerprint of the weights that each rank loads, by field: of some layers' rows, of adapters whole."""
+    model, lora = config.model, config.actor.lora
+    teacher = None if config.rl is None else config.rl.algorithm.teacher
+    field = "model.path" if model.megatron_path is None else "model.megatron_path"
+    shape = ModelConfig.from_hf(model.path)
+    found = {field: (model.megatron_path or model.path, base_fingerprint(model, shape))}
+    if teacher is not None:
+        section = model.model_copy(update={"path": teacher, "megatron_path": None})
+        found["algorithm.teacher"] = teacher, base_fingerprint(section, ModelConfig.from_hf(teacher))
+    if lora is not None and (path := lora.adapter_path) is not None:
+        found["actor.lora.adapter_path"] = path, record_of(Path(path) / ADAPTER_WEIGHTS).sha256
+    return found
 
 
 def _layers(config: ModelConfig) -> list[int]:

@@ -197,7 +197,7 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
         if file.name not in records:
             records[file.name] = record_of(file)
         sync(file)
-    write_synced(scratch / MANIFEST, replace(manifest, files=records).to_json())
+    write_atomically(scratch / MANIFEST, replace(manifest, files=records).to_json().splitlines())
     sync(scratch)
     old = directory.with_name(directory.name + _REPLACED)
     if directory.exists():  # saved again after a resume from an earlier step
@@ -245,9 +245,3 @@ def read_latest(checkpoints: Path) -> Path | None:
     pointer = checkpoints / LATEST
     name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
     return checkpoints / name if _NAME.fullmatch(name) else None
-
-
-def write_synced(file: Path, text: str) -> None:
-    """Writes a small text file onto the disk."""
-    file.write_text(text, encoding="utf-8")
-    sync(file)

@@ -57,6 +57,7 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
+        self._loaded: int | None = None  # step that this start goes on from
         self.save_s = 0.0
         """Seconds that the newest save of this start has taken; 0 before the first."""
         self.is_behind = False
@@ -76,6 +77,7 @@ class CheckpointManager:
             note_start(0 if resumed is None else step_of(resumed))
         if resumed is None:
             return None
+        self._loaded = step_of(resumed)
         # A checkpoint of another run, or from before this run's latest, is no progress of this one.
         if self._world.broadcast_object(read_latest(self._directory) == resumed):
             self._note(resumed)
@@ -112,7 +114,8 @@ class CheckpointManager:
         return step == self._num_steps or (bool(every) and step % every == 0)
 
     def save_now(self, step: int, state: Callable[[], dict[str, Any]], prune: bool = True) -> None:
-        """Saves `step` whatever `checkpoint.every` says, unless it is saved; returns when it is on disk.
+        """Saves `step` whatever `checkpoint.every` says, unless it is saved, here or where it was loaded from; returns
+        when it is on disk.
 
         Without `prune` no older checkpoint is removed. Where the save under way fails, this one takes its place. Raises
         SaveError.
@@ -122,7 +125,7 @@ class CheckpointManager:
         except SaveError as error:
             if self._world.is_main:
                 _log.warning("%s; step %d is saved in its place", error, step)
-        if self.is_behind or self.newest != step:
+        if self.is_behind or step not in (self.newest, self._loaded):
             self._start(step, state, prune)
             self.wait()
 

@@ -14,7 +14,7 @@ from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.checkpoint import configured_drafter, drafter_differences
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
-from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
+from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, shortened
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
@@ -106,6 +106,24 @@ def schedule_warning(config: TrainingConfig) -> str | None:
     return (
         f"optimizer.schedule = {config.optimizer.schedule} ends with the run, now after {total} optimizer steps, "
         f"by the checkpoint after {before}: at step {found.step} the learning rate goes from {old:.3g} to {new:.3g}"
+    )
+
+
+def removal_warning(config: TrainingConfig) -> str | None:
+    """The warning where a start does not go on from the run's newest checkpoint: those of later steps are removed. None
+    where there are none.
+    """
+    resume = config.checkpoint.resume
+    if resume == "auto" or (config.rl is not None and not config.rl.trains):
+        return None
+    resumed = checkpoint_to_resume(config)
+    start = 0 if resumed is None else resumed[1].step
+    there = files.complete_steps(config.state_dir / "checkpoints")
+    if not (later := [path.name for path in there if files.step_of(path) > start]):
+        return None
+    return (
+        f"checkpoint.resume = {resume} goes on after step {start}: the first step or evaluation removes the rows of "
+        f"later steps, the first save {shortened(later[::-1])} of {config.state_dir}; another directory keeps them"
     )
 
 

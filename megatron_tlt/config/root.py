@@ -226,14 +226,12 @@ class SftSection(Section):
     completion_field: str = "completion"
     """Column of the completion: a string. Records without text in it are left out, and counted at the start."""
     out: Annotated[str, FilePath()]
-    """Hugging Face directory to write, on a disk that all hosts share; `losses.jsonl` in it has a row a step."""
+    """Hugging Face directory to write at the end, on a disk that all hosts share; `losses.jsonl` in it has a row a
+    step."""
     num_steps: PositiveInt = 1000
     """Optimizer steps."""
     tokens_per_step: PositiveInt = 8192
     """Tokens of one optimizer step, over all ranks."""
-    save_every: int = Field(default=0, ge=0)
-    """Steps between writes of `out`, which is always written at the end; 0: only then. An interrupted run resumes from
-    `checkpoint`, not from `out`."""
     eval_every: PositiveInt = 100
     """Steps between evaluations."""
     max_lost_steps: NonNegativeInt = 3

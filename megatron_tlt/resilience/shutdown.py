@@ -119,14 +119,20 @@ class GracefulShutdown:
             self.has_dropped_step = True
             raise GracefulExit(f"the unfinished {'evaluation' if place == 'eval' else 'step'} is dropped")
 
-    def sync_after_step(self) -> None:
-        """After a step, when a checkpoint could be written. Collective. Raises GracefulExit after any signal."""
+    def step_done(self) -> None:
+        """A step has ended, before its evaluation and checkpoint: measures how long its rest took from each place of
+        `sync`. Mutates.
+        """
         now = self._clock()
         for place, since in self._reached_at.items():
             old = self._rest_s.get(place, now - since)
             self._rest_s[place] = old + _NEW_SHARE * (now - since - old)
         self._warn_if_long("an update", self._rest_s.get("update", 0.0))
         self._reached_at.clear()
+
+    def sync_after_step(self) -> None:
+        """After a step, when a checkpoint could be written. Collective. Raises GracefulExit after any signal."""
+        self.step_done()  # of an evaluation
         self._receive(now=True)
         if self._any_rank(self.is_requested):
             raise GracefulExit("the step is done")

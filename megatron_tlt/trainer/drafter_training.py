@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.config.checks.files import note_maker
 from megatron_tlt.config.drafter_kinds import SETTINGS
 from megatron_tlt.config.run import UNFINISHED
+from megatron_tlt.data.hashing import digest
 from megatron_tlt.data.hub import hub_name
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.responses import read_responses
-from megatron_tlt.drafters.fingerprint import policy_fingerprint
 from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
 from megatron_tlt.drafters.training.pretrain import DrafterPretraining, ReadingBackend, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError, no_such_file
@@ -77,13 +77,15 @@ class DrafterJob(Job):
         damaged one, RunDirectoryError if another job writes the same OUT.
         """
         self.config, self.world, self.num_steps = config, world, config.drafter.num_steps
-        self._out, self._settings = out, settings
+        self._out = out
         self._lock = lock_run_dir("--out", str(out), self.state_dir, world)
-        self._found = None if config.checkpoint.resume == "never" else unfinished_state(out, settings)
-        self._done_before = 0 if self._found is None else int(self._found["training"]["steps"])
         self._given = given_responses(config)
         self._prompts = training_prompts(config) if self._given is None else []
         self._held_out = held_out(config)
+        read = read_settings(config, self._given, self._prompts, self._held_out) if world.is_main else {}
+        self._settings = {**settings, **world.broadcast_object(read)}  # a run in whose directory responses are goes on
+        self._found = None if config.checkpoint.resume == "never" else unfinished_state(out, self._settings)
+        self._done_before = 0 if self._found is None else int(self._found["training"]["steps"])
         tp = tensor_parallel(world, config.rollout.tp)
         self._training, self._backend = start(tp)
         self._cache = build_rollout_cache(config, self.state_dir, world, open_tokenizer(config), self._backend)
@@ -162,7 +164,7 @@ class DrafterJob(Job):
         file = self.state_dir / _STATE
         scratch = file.with_name(f".{_STATE}")
         try:
-            drafter_state_writer({**state, "settings": dict(self._settings)})(scratch)
+            drafter_state_writer({**state, "settings": self._settings})(scratch)
             sync(scratch)
             os.replace(scratch, file)
         except OSError as error:
@@ -173,7 +175,7 @@ class DrafterJob(Job):
         if self.world.is_main:
             note_maker(self._out, "drafter train")
             self._training.save(self._out)
-            shutil.rmtree(self.state_dir, ignore_errors=True)
+            self.remove_state()
             result = self._training.result
             print(result.table() if result.bases else "no held-out prompts (data.eval): not measured")
             print(f"wrote {self._out}", flush=True)
@@ -199,7 +201,7 @@ def open_pretraining(
 
 
 def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> dict[str, Any]:
-    """The settings by which a training is the same one, by name, JSON-able."""
+    """The settings by which a training is the same one, by name, JSON-able; see `read_settings`, too."""
     section = config.drafter.model_dump(mode="json", exclude={"online"})
     settings = {
         **{f"drafter.{name}": value for name, value in section.items()},
@@ -207,12 +209,25 @@ def training_settings(config: Config, drafter: Path | None, num_ranks: int) -> d
         **{f"rollout.speculation.{name}": getattr(config.rollout.speculation, name) for name in _SHAPE},
         "data": config.data.model_dump(mode="json"),
         "train.seed": config.train.seed,
-        "model.path": policy_fingerprint(config.model.path),
         "--drafter": None if drafter is None else "@".join(hub_name(str(drafter)) or [str(drafter)]),
         "ranks": num_ranks,
     }
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
+
+
+def read_settings(
+    config: Config, given: Sequence[Trajectory] | None, prompts: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> dict[str, str]:
+    """Those that `training_settings` lacks: fingerprints of the policy, and of the rows that are read."""
+    model = config.model
+    rows = [digest(r.token_ids.tobytes(), r.response_start, r.given) for r in given or ()]
+    return {
+        "model.path": base_fingerprint(model, ModelConfig.from_hf(model.path)),
+        "rows of drafter.responses_path": digest(*rows),
+        "rows of data.train": digest(*(p.token_ids for p in prompts)),
+        "rows of data.eval": digest(*(p.token_ids for p in held_out)),
+    }
 
 
 def recorded_drafter(config: Config, out: Path) -> str | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_tlt.data.hashing import digest
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
@@ -124,6 +125,12 @@ class Evaluator:
         self.params = eval_params(section, params)
         self._draft_bytes = draft_bytes
         self._drafts: dict[tuple[int, int], np.ndarray] = {}  # see `GenerateCall.drafts`; the same on every rank
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the prompts and their answers, without what environments write behind a row."""
+        rows = ((p.token_ids if p.row_text is None else p.row_text, p.answer) for p in self._prompts)
+        return digest(*rows)
 
     def run(
         self,

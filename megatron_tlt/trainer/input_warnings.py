@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from megatron_tlt.actor.checkpoint_files import complete_steps
-from megatron_tlt.checkpoint.resume import schedule_warning
+from megatron_tlt.checkpoint.resume import removal_warning, schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import (
@@ -48,6 +48,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
         learning_rate_warning(config, shape_of(config.model)),
         warmup_warning(config),
         schedule_warning(config),
+        removal_warning(config),
     ]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     found += [] if config.records is None else _of_records(config, config.records)

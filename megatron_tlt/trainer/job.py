@@ -7,6 +7,7 @@ load -> begin -> [ step -> save where due ] ... -> finish
 from __future__ import annotations
 
 import logging
+import shutil
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,6 +41,7 @@ class Job(ABC):
     checkpoints: CheckpointManager
     shutdown: GracefulShutdown
     progress: ProgressDisplay | None = None
+    _loaded: int | None = None  # step of the checkpoint that this start goes on from
 
     @property
     @abstractmethod
@@ -70,6 +72,10 @@ class Job(ABC):
     @abstractmethod
     def finish(self) -> None:
         """What comes after the last step."""
+
+    def held_out(self) -> dict[str, str]:
+        """Fingerprint of the held-out rows, by the field that names them."""
+        return {}
 
     def unsaved(self) -> str | None:
         """Why the state is not saved, and where the next start goes on; None: it is saved."""
@@ -130,7 +136,9 @@ class Job(ABC):
         return False
 
     def _resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one; only after that the configuration is recorded."""
+        """Loads the checkpoint to resume from, if there is one; only after that, and where steps are left, the
+        configuration is recorded.
+        """
         try:
             self.world.enter("load")
             state = self.saved()
@@ -140,9 +148,11 @@ class Job(ABC):
         except CheckpointError as error:
             raise ConfigError.of("checkpoint.resume", self.config.checkpoint.resume, str(error)) from error
         self.world.accept()
-        step = None if state is None else self.done
-        kind = processor(self.world.device)
-        if self.world.is_main and (changed := write_config(self.config, self.state_dir, step, kind)):
+        step = self._loaded = None if state is None else self.done
+        has_drafter = state is not None and state.get("drafter") is not None
+        about = processor(self.world.device), has_drafter, self.held_out()
+        records = self.world.is_main and not self.is_complete()
+        if records and (changed := write_config(self.config, self.state_dir, step, *about)):
             what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
             _log.warning("the run goes on with other settings, code or processor than at its last start: %s", what)
         self.world.barrier()
@@ -161,11 +171,21 @@ class Job(ABC):
         """Saves, and says where the next start goes on."""
         unsaved = self._keep()
         # Another value begins anew, or at the checkpoint that it names, and the first save then removes later ones.
-        needs = "" if self.config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+        is_there = self.config.checkpoint.resume == "auto" or self.done == self._loaded
+        needs = "" if is_there else " with checkpoint.resume=auto"
         then = unsaved or f"saved after step {self.done}, the next start goes on there{needs}"
         self.note(f"{self.shutdown.reason()}: {reason}; {then}")
         ended = f"ended by a signal after step {self.done} of {self.num_steps}"
         self.world.ends_early(unsaved is None, f"{ended}; {unsaved or f'saved, the same command goes on{needs}'}")
+
+    def remove_state(self) -> None:
+        """Removes `state_dir`, which then is no state to go on from, whatever is left of it: by a kill, or of a file
+        that NFS keeps while it is open. Rank 0 only.
+        """
+        removed = self.state_dir.with_name(f".{self.state_dir.name}")
+        shutil.rmtree(removed, ignore_errors=True)
+        self.state_dir.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     def close(self) -> None:
         """Frees its parts; the checkpoints last, for from there on another job may use their directory."""

@@ -61,20 +61,21 @@ class RLTrainer(Job):
 
     def begin(self) -> bool:
         """The first weight sync and evaluation; see `Job.begin`."""
-        self.metrics.start()
-        if self.is_complete():
+        if self.is_complete():  # rows of later steps stay, where it goes on from an earlier one
             self.note(
                 f"nothing to do: {self.config.train.run_dir} is already at step {self.state.step} of "
                 f"train.num_steps = {self.num_steps} (another train.run_dir starts a new run)"
             )
             return False
+        self.metrics.start()
         if not self.done and self.recovery.rollout_cache.has_old_steps:
             self.note("no checkpoint yet: begins at step 1, with the responses of the rollout cache")
         self._collect_hidden_states()
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._sync_weights()
         if self._maybe_evaluate():
-            self.checkpoints.is_behind = self.done > 0  # a signal had dropped this evaluation
+            # A signal had dropped this evaluation; a checkpoint that is not this run's newest stays as it is.
+            self.checkpoints.is_behind = self.checkpoints.newest == self.done
             self.shutdown.sync_after_step()
         return True
 
@@ -153,7 +154,6 @@ class RLTrainer(Job):
                 self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
             else:
                 self.note(f"no checkpoint of step {self.done}: {self.unsaved()}")
-            self.checkpoints.wait()
         self.recovery.rollout_cache.clear()
         self.metrics.finish(self.checkpoints.latest())
 
@@ -180,6 +180,9 @@ class RLTrainer(Job):
         # Beside the state: the position on the learning-rate schedule is a count of mini-batches, its length another.
         counts = {"mini_batches": self.config.algorithm.mini_batches}
         return {**self.recovery.state_dict(), **counts, "total_optimizer_steps": self.config.optimizer_steps}
+
+    def held_out(self) -> dict[str, str]:
+        return {} if self.evaluator is None else {"data.eval": self.evaluator.fingerprint}
 
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again

@@ -10,8 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_tlt.actor.base_fingerprint import base_fingerprint
-from megatron_tlt.actor.checkpoint_files import record_of
+from megatron_tlt.actor.base_fingerprint import weight_fingerprints
 from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
@@ -44,7 +43,7 @@ from megatron_tlt.errors import (
 )
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.files import model_problems
-from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS, peft_problems
+from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.base import correct_line
 from megatron_tlt.rewards.build import function_problems
@@ -176,7 +175,7 @@ def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[st
         return []
     reads = hosts.index(hosts[world.rank]) == world.rank
     with together(world, "read the weights"):
-        found = _fingerprints(config) if reads else {}
+        found = weight_fingerprints(config) if reads else {}
     copies = [(host, copy) for host, copy in zip(hosts, world.all_gather_object(found), strict=True) if copy]
     first, own = copies[0]
     problems = []
@@ -185,21 +184,6 @@ def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[st
             allowed = f"hosts {first} and {other} hold different weights: copy one's to all hosts, or share a disk"
             problems.append(ConfigProblem(field, weights[0], allowed))
     return problems
-
-
-def _fingerprints(config: TrainingConfig) -> dict[str, tuple[str, str]]:
-    """Path and fingerprint of the weights that each rank loads, by field: of some layers' rows, of adapters whole."""
-    model, lora = config.model, config.actor.lora
-    teacher = None if config.rl is None else config.rl.algorithm.teacher
-    field = "model.path" if model.megatron_path is None else "model.megatron_path"
-    shape = ModelConfig.from_hf(model.path)
-    found = {field: (model.megatron_path or model.path, base_fingerprint(model, shape))}
-    if teacher is not None:
-        section = model.model_copy(update={"path": teacher, "megatron_path": None})
-        found["algorithm.teacher"] = teacher, base_fingerprint(section, ModelConfig.from_hf(teacher))
-    if lora is not None and (path := lora.adapter_path) is not None:
-        found["actor.lora.adapter_path"] = path, record_of(Path(path) / ADAPTER_WEIGHTS).sha256
-    return found
 
 
 def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> list[ConfigProblem]:

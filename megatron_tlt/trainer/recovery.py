@@ -106,6 +106,7 @@ class Recovery:
         """After the step's last change to policy and drafter: no signal drops it any more."""
         self.state.step += 1
         self._before = None
+        self.shutdown.step_done()
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last finished step. Mutates the drafter where a step is unfinished: its training in this

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_tlt.actor.checkpoint_files import model_record
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.run import UNFINISHED, RolloutCacheSection
 from megatron_tlt.distributed.processors import processor
@@ -40,18 +41,19 @@ def response_identity(
     ranks: Ranks,
 ) -> dict[str, Any]:
     """The settings on which a response of the policy in `model` depends, beside prompt and weights; JSON-able, the same
-    on all `ranks`. Collective. Raises EnvError.
+    on all `ranks`. Of the model these are the shape and constants of its config.json. Collective. Raises EnvError.
     """
-    device = torch.device(device)
+    device, shape, process = torch.device(device), ModelConfig.from_hf(model), rollout.engine_process
     kinds = sorted({*ranks.all_gather_object(processor(device))}) if device.type == "cpu" else []
     return {
         **asdict(params),
-        "eos": end_tokens(ModelConfig.from_hf(model), tokenizer),
+        "model": model_record(shape),
+        "eos": end_tokens(shape, tokenizer),
         "device": device.type,
         "processors": kinds,  # another kind has other last bits
         **({} if env is None else {"env": environment_fingerprint(env)}),
         **{name: getattr(rollout, name) for name in ("dtype", "kernels", "numerics", "tp")},
-        **({} if rollout.backend == "embedded" else {"backend": rollout.backend}),
+        **({} if process is None else {"backend": rollout.backend, "engine": process.engine}),
     }
 
 

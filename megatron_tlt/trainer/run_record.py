@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_tlt.actor.base_fingerprint import weight_fingerprints
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.hub import with_names
 from megatron_tlt.models.hf.peft import is_same_model
@@ -19,38 +21,50 @@ CHANGES_FILE = "config_changes.jsonl"
 
 # Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (
-    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor"),
+    *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor", "reference", "held_out"),
     *("train.prompts_per_step", "train.seed"),
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
     *("actor.router_replay", "actor.lora", "rollout.backend", "rollout.dtype", "eval"),
 )
+_ADAPTER, _DRAFTER = "actor.lora.adapter_path", "rollout.speculation.drafter_path"
 _FREE = (".params", ".chat_template_kwargs")  # mappings whose keys are the user's
 
 
-def write_config(config: TrainingConfig, directory: Path, step: int | None, processor: str) -> list[str]:
+def write_config(
+    config: TrainingConfig,
+    directory: Path,
+    step: int | None,
+    processor: str,
+    has_drafter: bool = False,
+    held_out: Mapping[str, str] | None = None,
+) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
-    The record has two fields more, `code`: fingerprints of the user's rewards and environment, and the kind of
-    `processor`. `step`: of the checkpoint that it goes on from; None: it begins.
+    The record has four fields more: the kind of `processor`, and fingerprints, by field: `code`, of the user's rewards
+    and environment, `reference`, of the weights that the policy is compared with, which no checkpoint holds, and
+    `held_out`, of rows. `step`: of the checkpoint that it goes on from, in which there may be a drafter; None: it
+    begins.
 
-    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on; a line of
-    `CHANGES_FILE` has their former and new values.
+    Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on, and
+    the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
-    named |= {"code": _code(named), "processor": processor}
+    named |= {"code": _code(named), "reference": _reference(config), "processor": processor}
+    named["held_out"] = dict(held_out or {})
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
     except (OSError, ValueError, TypeError):  # the first start, or no record of this program
         found = {}
-    changed = {f: pair for f, pair in found.items() if step is not None and _is_learned_from(f)}
+    named_too = {_DRAFTER} if has_drafter else set()
+    changed = {f: pair for f, pair in found.items() if step is not None and (_is_learned_from(f) or f in named_too)}
     if changed or (directory / CHANGES_FILE).exists():
         with StepFile(directory / CHANGES_FILE, step or 0) as file:  # without lines of later steps
             file.write_rows(step or 0, *([{"changed": changed}] if changed else []))
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
-    return [f"{f} (or a .py file beside it)" if f.startswith("code.") else f for f in changed]
+    return [f"{field}{_remark(field)}" for field in changed]
 
 
 def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
@@ -73,6 +87,15 @@ def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
     ]
 
 
+def _remark(field: str) -> str:
+    """What a warning says behind a changed field."""
+    if field in (_ADAPTER, _DRAFTER):
+        return " (without effect: the weights are the checkpoint's)"
+    remarks = {"reference": "other weights", "held_out": "other rows", "code": "or a .py file beside it"}
+    remark = remarks.get(field.partition(".")[0])
+    return f" ({remark})" if remark else ""
+
+
 def _is_learned_from(field: str) -> bool:
     """Whether a field, or one that it is in, is of `_LEARNS_FROM`."""
     return any(f"{field}.".startswith(f"{name}.") for name in _LEARNS_FROM)
@@ -87,6 +110,14 @@ def _changed(before: Any, now: Any, field: str) -> list[tuple[str, tuple[Any, An
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return [f for i, pair in enumerate(zip(before, now)) for f in _changed(*pair, f"{field}.{i}")]
     return [] if before == now else [(field, (before, now))]
+
+
+def _reference(config: TrainingConfig) -> dict[str, str]:
+    """Fingerprint of the weights of the teacher, or of the reference policy, by field; none where no KL is computed."""
+    if config.rl is None or not config.rl.algorithm.kl_weight:
+        return {}
+    names = ("model.path", "model.megatron_path") if config.rl.algorithm.teacher is None else ("algorithm.teacher",)
+    return {field: found for field, (_, found) in weight_fingerprints(config).items() if field in names}
 
 
 def _code(named: dict[str, Any]) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -18,7 +17,6 @@ from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.checks.files import note_maker
-from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data.completions import encoded_records
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
@@ -103,10 +101,15 @@ def _filler_warning(sequences: Sequence[TrainSequence], tokens_per_step: int, dp
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
     """Digest of the training records, of what decides their order, and of the model and adapter at the start."""
     sft, model, lora = config.sft, config.model, config.actor.lora
-    start = model.megatron_path or policy_fingerprint(model.path)
-    digest = hashlib.sha256(f"{start} {sft.seed} {sft.tokens_per_step}".encode())
+    start = f"{model.megatron_path or policy_fingerprint(model.path)} {sft.seed} {sft.tokens_per_step}".encode()
     if lora is not None and lora.adapter_path is not None:
-        digest.update((Path(lora.adapter_path) / ADAPTER_WEIGHTS).read_bytes())
+        start += (Path(lora.adapter_path) / ADAPTER_WEIGHTS).read_bytes()
+    return _digest(sequences, start)
+
+
+def _digest(sequences: Sequence[TrainSequence], start: bytes = b"") -> str:
+    """Of records, behind `start`."""
+    digest = hashlib.sha256(start)
     for sequence in sequences:
         digest.update(sequence.trajectory.token_ids.tobytes() + sequence.loss_mask.tobytes() + b"|")
     return digest.hexdigest()
@@ -183,17 +186,17 @@ class SftTrainer(Job):
         out = self.policy.train_step(batch)
         self.nonfinite.look(step, batch, out)
         self.done = step
+        self.shutdown.step_done()
         self._tokens += sum(s.trajectory.length for s in sequences)
         self._report(step, out.metrics, self._tokens / (time.perf_counter() - self._started))
-        is_due = step < sft.num_steps and bool(sft.save_every) and step % sft.save_every == 0
-        if is_due and self.unsaved() is None:
-            self.world.enter("save", step)
-            self._write()
 
     def state_dict(self) -> State:
         """What a checkpoint has beside policy and optimizer."""
         total = self.config.optimizer_steps  # of the learning-rate schedule
         return {"step": self.done, "sft": self._fingerprint, "total_optimizer_steps": total}
+
+    def held_out(self) -> dict[str, str]:
+        return {"sft.eval_path": _digest(self._eval)} if self._eval else {}
 
     def unsaved(self) -> str | None:
         """Without an update there is no state that could be loaded."""
@@ -213,11 +216,7 @@ class SftTrainer(Job):
         self.world.enter("save", self.done)
         self._write()
         if self.world.is_main:
-            # Renamed first: what a kill leaves half removed must not look like checkpoints.
-            finished = self.state_dir.with_name(f".{UNFINISHED}")
-            shutil.rmtree(finished, ignore_errors=True)
-            self.state_dir.rename(finished)
-            shutil.rmtree(finished, ignore_errors=True)
+            self.remove_state()
             print(f"wrote {self.config.sft.out}", flush=True)
 
     def _write(self) -> None:

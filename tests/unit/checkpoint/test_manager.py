@@ -12,6 +12,7 @@ from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.run import CheckpointSection
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import SaveError, SharedError
+from tests.unit.actor.test_checkpoint_files import published
 
 
 class Save:
@@ -31,7 +32,7 @@ class Save:
             raise SaveError(f"cannot write {self.directory}")
 
 
-def manager(folder: Path, failing: set[int]) -> tuple[CheckpointManager, list[str]]:
+def manager(folder: Path, failing: set[int], resume: str = "auto") -> tuple[CheckpointManager, list[str]]:
     """With a save due every two steps; and the directories of the saves that were begun, of which the numbers in
     `failing` fail.
     """
@@ -41,8 +42,9 @@ def manager(folder: Path, failing: set[int]) -> tuple[CheckpointManager, list[st
         begun.append(target.name)
         return Save(target, len(begun) - 1 in failing)
 
-    policy: Any = SimpleNamespace(start_save=start_save)
-    return CheckpointManager(CheckpointSection(every=2), folder, 9, policy, SingleProcess()), begun  # type: ignore[arg-type]
+    policy: Any = SimpleNamespace(start_save=start_save, load=lambda path: {})
+    section = CheckpointSection(every=2, resume=resume)
+    return CheckpointManager(section, folder, 9, policy, SingleProcess()), begun  # type: ignore[arg-type]
 
 
 def test_a_signal_behind_a_save_that_fails_saves_the_last_finished_step(tmp_path, caplog):
@@ -63,3 +65,13 @@ def test_a_save_that_fails_is_an_error_of_every_rank_once_and_the_next_save_is_t
     checkpoints.wait()
     checkpoints.save_now(3, dict)
     assert begun == ["step-000002", "step-000003", "step-000003"] and checkpoints.newest == 3
+
+
+@pytest.mark.parametrize(("step", "done"), [(2, 0), (2, 1), (6, 0)])
+def test_a_checkpoint_that_was_loaded_is_saved_again_by_no_start_without_a_step(tmp_path, step, done):
+    """Which ends by a signal, or has only evaluated: a save removes the checkpoints of later steps."""
+    directories = {number: published(tmp_path / "checkpoints", number) for number in (2, 4, 6)}
+    checkpoints, begun = manager(tmp_path, set(), resume=str(directories[step]))
+    checkpoints.load_latest()
+    checkpoints.save_now(step + done, dict)
+    assert begun == (["step-000003"] if done else [])

@@ -98,6 +98,20 @@ def test_a_checkpoint_is_put_back_whose_step_was_killed_while_it_was_saved_again
     assert start.load_latest()["from"] == directory and start.newest == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "removed"),
+    [("auto", None), ("never", "2, 4, 6"), ("step-000002", "4, 6"), ("step-000006", None)],
+)
+def test_checkpoints_that_a_start_from_an_earlier_step_removes_are_named_before(tmp_path, given, removed):
+    for step in (2, 4, 6):
+        published(tmp_path / "checkpoints", step)
+    resumed = f"{tmp_path / 'checkpoints' / given}" if given.startswith("step") else given
+    config = load_config("configs/quickstart.yaml", [f"train.run_dir={tmp_path}", f"checkpoint.resume={resumed}"])
+    warning = resume.removal_warning(config)
+    assert (warning is None) == (removed is None)
+    assert removed is None or ", ".join(f"step-00000{step}" for step in removed.split(", ")) in warning
+
+
 @pytest.mark.parametrize(("every", "steps"), [(0, [5]), (2, [2, 4, 5]), (9, [5])])
 def test_a_checkpoint_is_scheduled_behind_the_last_step_whatever_the_interval(tmp_path, every, steps):
     manager = CheckpointManager(CheckpointSection(every=every), tmp_path, 5, SimpleNamespace(), WORLD)

@@ -99,6 +99,31 @@ def test_an_update_or_a_part_without_looks_that_the_warning_is_too_short_for_is_
     assert [text.partition(",")[0] for text in caplog.messages] == expected
 
 
+def test_an_evaluation_is_no_part_of_an_update(clock, caplog):
+    """Nor of the rest of a step: a signal during the next rollout leaves that step its time."""
+    stop, signals = make(clock)
+    for place in ("rollout", "update"):
+        stop.sync(place)
+    clock.now += 20
+    stop.step_done()
+    clock.now += 600
+    stop.sync("eval")
+    clock.now += 5
+    stop.sync_after_step()
+    assert not caplog.text
+    signals.note(WARNING)
+    stop.check_rollout()
+    clock.now += 100 - 10 - 20
+    stop.check_rollout()
+    stop.sync("update")
+    stop.step_done()
+    clock.now += 15  # 15 s are left for the rest of the evaluation, as measured, and a checkpoint
+    stop.sync("eval")
+    clock.now += 0.1
+    with pytest.raises(GracefulExit, match="the unfinished evaluation"):
+        stop.sync("eval")
+
+
 def test_a_checkpoint_that_takes_longer_than_planned_is_named_and_gets_its_time(clock, caplog):
     stop, signals = make(clock)
     stop.note_save(9)

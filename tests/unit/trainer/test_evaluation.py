@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,6 +109,18 @@ def test_rows_with_the_same_prompt_and_answer_are_one_prompt(answers, num_prompt
     result = evaluator_of(failed=3, answers=answers).run(5)
     assert (result.num_prompts, result.pass_at) == (num_prompts, pytest.approx(pass_at))
     assert math.isnan(result.stderr) == (num_prompts == 1)
+
+
+def test_the_fingerprint_is_of_rows_and_not_of_an_environments_texts():
+    def fingerprint(*prompts):
+        return Evaluator(prompts, EvalSection(), SamplingParams(), None, None, SimpleNamespace(world=None)).fingerprint
+
+    row = Prompt(0, "q", (1, 2), "row", "5")
+    assert fingerprint(row) == fingerprint(replace(row, dataset_id="elsewhere"))
+    others = (row, row), (replace(row, answer="6"),), (replace(row, token_ids=(1,)),)
+    assert len({fingerprint(*rows) for rows in ((row,), *others)}) == 4
+    opened = [replace(row, token_ids=(1, 2, i), text=f"row {i}", row_text="row") for i in (3, 4)]
+    assert fingerprint(opened[0]) == fingerprint(opened[1])
 
 
 def test_masks_of_an_evaluation_are_the_rollouts_unless_it_has_its_own():

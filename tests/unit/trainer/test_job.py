@@ -12,6 +12,7 @@ import torch
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import CheckpointError, OpeningError, SaveError, TrainingError, UnjudgedError
+from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
 
@@ -129,6 +130,24 @@ def test_other_settings_than_at_the_last_start_are_a_warning(tmp_path, caplog):
     assert caplog.messages[0].endswith(": optimizer.lr (values: config_changes.jsonl)")
 
 
+def test_a_start_without_steps_left_leaves_the_record_of_the_last_one(tmp_path):
+    """It may be at an earlier step than that, which `checkpoint.resume` names."""
+    Counting(tmp_path, Kept(), Signals()).run()
+    record = (tmp_path / CONFIG_FILE).read_bytes()
+    again = Counting(tmp_path, Kept({"count": 4}), Signals(), resume="checkpoints/step-000004")
+    assert not again.run() and (tmp_path / CONFIG_FILE).read_bytes() == record
+
+
+def test_held_out_rows_that_changed_are_a_warning(tmp_path, caplog):
+    state = None
+    for rows, expected in (("a", []), ("a", []), ("b", ["held_out.data.eval (other rows)"])):
+        job = Counting(tmp_path, Kept(state), Signals(after=1))
+        job.held_out = lambda rows=rows: {"data.eval": rows}
+        job.run()
+        state = job.checkpoints.state
+        assert [text.partition("last start: ")[2].partition(" (values")[0] for text in caplog.messages] == expected
+
+
 def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
     job = Counting(tmp_path, Kept(), Signals(after=3), resume="never")
     assert job.run()
@@ -136,6 +155,12 @@ def test_what_begins_anew_goes_on_with_resume_auto_only(tmp_path, capsys):
     assert f"; saved after step 3, {needed}\n" in capsys.readouterr().out
     goes_on = "saved, the same command goes on with checkpoint.resume=auto"
     assert job.ended == [(True, f"ended by a signal after step 3 of 4; {goes_on}")]
+
+
+def test_a_signal_before_any_step_leaves_the_named_checkpoint_to_the_same_command(tmp_path):
+    job = Counting(tmp_path, Kept({"count": 2}), Signals(within=3), resume="checkpoints/step-000002")
+    assert job.run()
+    assert job.ended == [(True, "ended by a signal after step 2 of 4; saved, the same command goes on")]
 
 
 def test_after_the_last_step_a_signal_changes_nothing(tmp_path):

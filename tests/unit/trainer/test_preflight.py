@@ -112,7 +112,7 @@ def test_hosts_with_different_weights_are_refused(tmp_path, monkeypatch, field, 
         given = ["algorithm.name=distill", *(f"{at}={tmp_path / host / name}" for at, name in names.items())]
         return build_config({"data": {"train": {"tasks": [{"name": "chain_sum"}]}}}, given, Config)
 
-    config, there = at_host("here"), preflight._fingerprints(at_host("elsewhere"))
+    config, there = at_host("here"), preflight.weight_fingerprints(at_host("elsewhere"))
 
     def gathered(mine):
         if mine == socket.gethostname():

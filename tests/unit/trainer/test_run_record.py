@@ -9,13 +9,17 @@ import pytest
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.run_record import CHANGES_FILE, other_model, write_config
+from tests.helpers.tiny_models import TINY, random_weights
 
 
-def start(run_dir: Path, *overrides: str, step: int | None = 3, processor: str = "x86_64 avx2") -> list[str]:
+def start(
+    run_dir: Path, *overrides: str, step: int | None = 3, processor: str = "x86_64 avx2", has_drafter: bool = False
+) -> list[str]:
     """The fields that this start has otherwise than the one before."""
     config = build_config({"model": {"path": "m"}}, [f"train.run_dir={run_dir}", *overrides], Config)
-    return sorted(write_config(config, run_dir, step, processor))
+    return sorted(write_config(config, run_dir, step, processor, has_drafter))
 
 
 # Learned from, and three of speed alone.
@@ -34,9 +38,20 @@ def test_settings_that_changed_between_two_starts_are_named(tmp_path: Path) -> N
         *("rollout.backend", "rollout.carry_over", "rollout.dtype", "rollout.max_tokens", "rollout.temperature"),
         *("train.prompts_per_step", "train.seed"),
     ]
-    assert start(tmp_path, reward % 0.9, "optimizer.lr=0.5", *OTHERS, "actor.lora.adapter_path=/a") == [
-        "actor.lora.adapter_path"
-    ]
+
+
+@pytest.mark.parametrize(
+    ("has_drafter", "field"),
+    [(True, "rollout.speculation.drafter_path"), (True, "actor.lora.adapter_path"), (False, None)],
+)
+def test_weights_that_the_checkpoint_replaces_are_named_as_without_effect(
+    tmp_path: Path, has_drafter: bool, field: str | None
+) -> None:
+    """A checkpoint without a drafter, of a run that does not train it, leaves `drafter_path` its effect."""
+    start(tmp_path, "actor.lora.rank=4", has_drafter=has_drafter)
+    given = f"{field or 'rollout.speculation.drafter_path'}=/a"
+    expected = [] if field is None else [f"{field} (without effect: the weights are the checkpoint's)"]
+    assert start(tmp_path, "actor.lora.rank=4", given, has_drafter=has_drafter) == expected
 
 
 def test_a_mapping_of_the_users_own_is_compared_whole(tmp_path: Path) -> None:
@@ -82,6 +97,27 @@ def test_code_of_a_user_that_changed_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert start(tmp_path, *options) == [], "a file beside it may not be read, and the run needs none"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["algorithm.kl_coef=0.1"], "reference.model.path (other weights)"),
+        (["algorithm.kl_coef=0"], None),
+        (["algorithm.name=distill", "algorithm.teacher={teacher}"], "reference.algorithm.teacher (other weights)"),
+    ],
+)
+def test_weights_of_a_reference_that_were_written_anew_are_named(
+    tmp_path: Path, given: list[str], named: str | None
+) -> None:
+    """Each start reads them where they are; the policy is the checkpoint's."""
+    model, teacher = tmp_path / "model", tmp_path / "teacher"
+    options = [f"model.path={model}", *(text.format(teacher=teacher) for text in given)]
+    for shift, expected in ((0.0, None), (0.0, None), (0.1, named)):
+        for directory in (model, teacher):
+            weights = ((name, w + shift if "o_proj" in name else w) for name, w in random_weights(TINY))
+            save_hf(directory, TINY, weights)
+        assert start(tmp_path, *options) == ([] if expected is None else [expected])
 
 
 CACHE = "/cache/models--Qwen--Qwen2.5-7B/snapshots/" + 40 * "0"
