@@ -19,6 +19,7 @@ from megatron_tlt.rewards.base import failed, judge, labels
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.worker import RewardHost
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.workers.user_code import loaded_code
 from megatron_tlt.workers.worker import Worker, WorkerError, WorkerLateError, WorkerStartError, twice
 
 Job = tuple[Prompt, Sample]
@@ -51,7 +52,10 @@ class RewardPool:
         self._section, self._on_wait = section, on_wait
         if problems := function_problems(section):
             raise ConfigError(problems)
-        make_host = partial(RewardHost, section.model_dump_json())
+        code: dict[str, str] = {}
+        for function in section.functions:
+            code |= loaded_code(function.path)
+        make_host = partial(RewardHost, section.model_dump_json(), code)
         self._new_worker = partial(Worker, make_host, section.worker_memory_mib, section.timeout_s, cpus)
         self._workers: list[Worker] = []
 

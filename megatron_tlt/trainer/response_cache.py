@@ -72,7 +72,9 @@ def cache_beside(
     enabled, directory = ranks.broadcast_object(enabled), Path(f"{out}.{UNFINISHED}")
     if enabled and ranks.is_main:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        _log.info("finished responses are kept in %s until all are there: the same command goes on with them", directory)
+        _log.info(
+            "finished responses are kept in %s until all are there: the same command goes on with them", directory
+        )
     cache = RolloutCache(
         RolloutCacheSection(enabled=enabled),
         directory,
