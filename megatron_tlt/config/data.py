@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import FilePath, OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, OpenMapping, Section
 
 
 class TaskConfig(Section):
@@ -18,7 +18,7 @@ class TaskConfig(Section):
     """Name in reasoning-gym, for example chain_sum."""
     weight: PositiveFloat = 1.0
     """Share among the tasks."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: OpenMapping = Field(default_factory=dict)
     """Keyword arguments of the task's generator."""
 
 
@@ -73,7 +73,7 @@ class DataSection(Section):
     """Held-out prompts; none: no evaluation."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: OpenMapping = Field(default_factory=dict)
     """Variables of the chat template, for example {enable_thinking: false}, or reasoning_effort, date_string: whatever
     it reads."""
     chat_template_date: date | None = None
@@ -108,7 +108,7 @@ class RewardConfig(Section):
     path: Annotated[str | None, FilePath()] = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
     metadata); answer is a list where a row has several acceptable ones, None where it has none."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: OpenMapping = Field(default_factory=dict)
     """python: extra keyword arguments of the function."""
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
