@@ -152,7 +152,7 @@ class RewardError(TltError):
 
 
 class UnjudgedError(RewardError, SharedError):
-    """A rollout in which every reward failed on every response."""
+    """A rollout in which every reward failed on every response, or that a rank cannot judge."""
 
 
 class EnvError(TltError):

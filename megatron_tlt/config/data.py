@@ -140,8 +140,8 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = 10.0
     """Seconds for one response, all functions together. One that takes longer is a recorded failure."""
     failure_value: float = 0.0
-    """Reward of a response of which one function failed, in place of the whole sum. Where all rewards of a rollout
-    fail, the run ends."""
+    """Reward of a response of which one function failed, in place of the whole sum: one above the mean of its group is
+    reinforced. Where all rewards of a rollout fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""

@@ -85,8 +85,15 @@ class RewardPool:
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]
         failures = [result.failure for result in results if result.failure is not None]
+        if not failures:
+            return None
+        value = self._section.failure_value
+        praised = (
+            f", each as rewards.failure_value = {value:g}, above the mean of its group: such responses are reinforced"
+        )
+        is_praised = any(_is_praised(group, value) for group in groups)
         # A broken reward function would otherwise pass for a policy that is always wrong.
-        return f"{len(failures)} of {len(jobs)} rewards failed; one of them: {failures[0]}" if failures else None
+        return f"{len(failures)} of {len(jobs)} rewards failed{praised * is_praised}; one of them: {failures[0]}"
 
     def close(self) -> None:
         """Ends the workers. Idempotent; a later `score` starts new ones."""
@@ -133,3 +140,11 @@ class RewardPool:
         except WorkerError as error:
             why = str(error)
         return failed(why, self._section.failure_value)
+
+
+def _is_praised(group: SampleGroup, failure_value: float) -> bool:
+    """Whether a failed reward function gives a response more than its group's others have on average."""
+    pairs = list(zip(group.samples, group.rewards, strict=True))
+    judged = [reward.value for _, reward in pairs if reward.failure is None]
+    has_failed = any(reward.failure is not None and sample.failure is None for sample, reward in pairs)
+    return has_failed and bool(judged) and failure_value > sum(judged) / len(judged)

@@ -20,7 +20,7 @@ from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.trainer.pre_rollouts import exchanged
-from megatron_tlt.trainer.sampling import judged_of, why_unjudged
+from megatron_tlt.trainer.sampling import judged_of, score, why_unjudged
 from megatron_tlt.trainer.turn_metrics import column_means, turn_columns
 from megatron_tlt.types import GenerateCall
 
@@ -159,7 +159,7 @@ class Evaluator:
             stop.sync("eval", dropped)
         self._keep(samples)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
-        failures = self._rewards.score(groups)
+        failures = score(self._world, self._rewards, groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         if why := why_unjudged(self._world.all_gather_object(judged_of(groups))):
             raise UnjudgedError(f"evaluation at step {step}: {why}")

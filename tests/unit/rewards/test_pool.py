@@ -95,6 +95,17 @@ def test_every_kind_of_failure_costs_one_sample() -> None:
     assert all(r.value == -1.0 and not r.correct for r in found.values() if r.failure)
 
 
+@pytest.mark.parametrize(("texts", "is_praised"), [(["-1", "-1", "raise"], True), (["1", "-1", "raise"], False)])
+def test_a_failure_that_is_reinforced_is_named(texts: list[str], is_praised: bool) -> None:
+    function = RewardConfig(name="python", path=f"{USER}:act")
+    with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
+        warning = str(pool.score(groups_of(texts)))
+    praised = (
+        "1 of 3 rewards failed, each as rewards.failure_value = 0, above the mean of its group: such responses are"
+    )
+    assert warning.startswith(praised) is is_praised and "; one of them: act: RuntimeError" in warning
+
+
 def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
     function = RewardConfig(name="python", path=f"{USER}:hungry")
     with closing(RewardPool(RewardSection(functions=(function,), failure_value=-1.0))) as pool:
