@@ -172,6 +172,10 @@ class DataError(TltError):
     """Prompts or training records that cannot be read; names file and line."""
 
 
+class PromptError(DataError, SharedError):
+    """A prompt of a stream that cannot be read or tokenized, when its step needs it."""
+
+
 class UndrawnRowError(DataError):
     """One row that a generator cannot draw; others of its source may be drawn."""
 
