@@ -122,11 +122,6 @@ class RewardConfig(Section):
         """`threshold` with its default as a number."""
         return 1.0 if self.threshold == "auto" else self.threshold
 
-    @property
-    def is_of_unknown_scale(self) -> bool:
-        """Whether a value below the threshold may be a right answer's."""
-        return is_of_unknown_scale(self.name, self.threshold)
-
 
 def is_of_unknown_scale(name: object, threshold: object) -> bool:
     return threshold == "auto" and name in ("python", "env")
@@ -153,4 +148,4 @@ class RewardSection(Section):
     @property
     def is_of_unknown_scale(self) -> bool:
         """Whether a value below the threshold of one of them may be a right answer's."""
-        return any(function.is_of_unknown_scale for function in self.functions)
+        return any(is_of_unknown_scale(function.name, function.threshold) for function in self.functions)
