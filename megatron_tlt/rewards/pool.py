@@ -69,8 +69,8 @@ class RewardPool:
     def score(self, groups: Sequence[SampleGroup]) -> str | None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
 
-        Functions see the texts but not token ids, log-probs or experts, which stay here. Returns a warning of failures,
-        if there are any. Raises RewardError only when workers cannot be started.
+        Functions see the texts but not token ids, log-probs or experts, which stay here. Returns a warning of their
+        failures, if there are any. Raises RewardError only when workers cannot be started.
         """
         jobs = [
             (replace(group.prompt, token_ids=()), replace(sample, token_ids=[], logprobs=[], routed_experts=None))
@@ -84,16 +84,16 @@ class RewardPool:
         found = iter(results)
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]
-        failures = [result.failure for result in results if result.failure is not None]
+        failures = [r.failure for r, (_, sample) in zip(results, jobs) if r.failure is not None and not sample.failure]
         if not failures:
             return None
-        value = self._section.failure_value
-        praised = (
-            f", each as rewards.failure_value = {value:g}, above the mean of its group: such responses are reinforced"
-        )
-        is_praised = any(_is_praised(group, value) for group in groups)
+        value, above = self._section.failure_value, ""
+        if any(_is_praised(group, value) for group in groups):
+            above = (
+                f", each as rewards.failure_value = {value:g}, above its group's mean: such responses are reinforced"
+            )
         # A broken reward function would otherwise pass for a policy that is always wrong.
-        return f"{len(failures)} of {len(jobs)} rewards failed{praised * is_praised}; one of them: {failures[0]}"
+        return f"{len(failures)} of {len(jobs)} rewards failed{above}; one of them: {failures[0]}"
 
     def close(self) -> None:
         """Ends the workers. Idempotent; a later `score` starts new ones."""

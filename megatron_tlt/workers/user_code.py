@@ -52,7 +52,7 @@ def loaded_code(path: str | None) -> dict[str, str]:
         return {}
     folders = {str(source.absolute().parent), str(source.resolve().parent)}
     named = [getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]]
-    beside = [file for file in named if file and os.path.dirname(file) in folders]
+    beside = [file for file in named if isinstance(file, str) and os.path.dirname(file) in folders]
     return {file: _fingerprint(Path(file)) for file in (str(source.absolute()), *beside)}
 
 

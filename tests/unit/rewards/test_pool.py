@@ -100,10 +100,17 @@ def test_a_failure_that_is_reinforced_is_named(texts: list[str], is_praised: boo
     function = RewardConfig(name="python", path=f"{USER}:act")
     with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
         warning = str(pool.score(groups_of(texts)))
-    praised = (
-        "1 of 3 rewards failed, each as rewards.failure_value = 0, above the mean of its group: such responses are"
-    )
+    praised = "1 of 3 rewards failed, each as rewards.failure_value = 0, above its group's mean: such responses are"
     assert warning.startswith(praised) is is_praised and "; one of them: act: RuntimeError" in warning
+
+
+def test_a_failure_of_an_environment_is_no_failure_of_a_function() -> None:
+    (group,) = groups_of(["-1", "2"])
+    group.samples[1].failure = "no answer within 30 s"
+    function = RewardConfig(name="python", path=f"{USER}:act")
+    with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
+        assert pool.score([group]) is None
+    assert [r.failure for r in group.rewards] == [None, "env: no answer within 30 s"]
 
 
 def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:

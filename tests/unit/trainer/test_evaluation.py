@@ -1,5 +1,6 @@
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,6 +95,12 @@ def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(cap
     assert evaluator_of(failed=4, judged_elsewhere=1).run(5).failures == 4
     with pytest.raises(UnjudgedError, match=r"^evaluation at step 5: no response .* has a reward; .*: no judge"):
         evaluator_of(failed=4).run(5)
+    caplog.clear()
+    evaluator = evaluator_of(failed=0)
+    generate = evaluator._backend.generate
+    evaluator._backend.generate = lambda call: [replace(s, failure="no answer") for s in generate(call)]
+    evaluator.run(5)
+    assert "4 of 4 trajectories ended without an answer of their environment; one of them" in caplog.text
 
 
 @pytest.mark.parametrize(
