@@ -83,7 +83,8 @@ class EnvironmentHost:
                 return self._open(request)
             if isinstance(request, Play):
                 return self._play(request)
-            return self._discard(request.key)
+            self._discard(request.key)
+            return None
 
     def _open(self, request: Open) -> str | None:
         started = Started()
