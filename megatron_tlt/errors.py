@@ -152,7 +152,7 @@ class RewardError(TltError):
 
 
 class UnjudgedError(RewardError, SharedError):
-    """A rollout in which every reward failed on every response."""
+    """A rollout in which every reward failed on every response, or that a rank cannot judge."""
 
 
 class EnvError(TltError):
@@ -170,6 +170,10 @@ class UserCodeError(TltError):
 
 class DataError(TltError):
     """Prompts or training records that cannot be read; names file and line."""
+
+
+class PromptError(DataError, SharedError):
+    """A prompt of a stream that cannot be read or tokenized, when its step needs it."""
 
 
 class UndrawnRowError(DataError):

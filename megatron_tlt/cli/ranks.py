@@ -75,7 +75,7 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         # Usually every rank finds the same problems, but one may be alone: the first one prints them.
         outcome: RankOutcome
         code, outcome, detail = BAD_INPUT, "ended", "refused: wrong configuration or input"
-        if isinstance(error, RewardError):
+        if isinstance(error, RewardError) or world.is_accepted:
             code, outcome, detail = FAILED, "failed", str(error)
         if world.store.add("config_error", 1) == 1:
             print_problems(error)

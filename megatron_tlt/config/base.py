@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from megatron_tlt.config.schema import strip_optional
@@ -39,6 +40,35 @@ def _whole_path(path: str | None) -> str | None:
         allowed = f"has {found[0]!r}: variables are not replaced in a path; write it out"
         raise PydanticCustomError(IN_WORDS, "{allowed}", {"allowed": allowed})
     return os.path.expanduser(path)
+
+
+def _of_json(given: Any) -> Any:
+    """A value without a part that JSON would change on its way to workers or into config.json. Raises
+    PydanticCustomError naming the first one.
+    """
+    why = next(_not_of_json(given, ""), None) if isinstance(given, dict) else None  # else: no mapping
+    if why is not None:
+        raise PydanticCustomError(IN_WORDS, "{allowed}", {"allowed": why})
+    return given
+
+
+def _not_of_json(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                yield f"the key {key!r}{place and f' of {place}'} must be a text: write it in quotes"
+            yield from _not_of_json(item, f"{place}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_of_json(item, f"{place}.{index}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{place} = {value} must be finite"
+    elif not (value is None or isinstance(value, str | int | float)):
+        yield f"{place} = {value} ({type(value).__name__}) must be a text, in quotes, or another value that JSON has"
+
+
+OpenMapping: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_of_json)]
+"""A mapping whose keys are the user's, with values that JSON has."""
 
 
 @dataclass(frozen=True)

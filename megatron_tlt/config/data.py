@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import FilePath, OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, OpenMapping, Section
 
 
 class TaskConfig(Section):
@@ -18,7 +18,7 @@ class TaskConfig(Section):
     """Name in reasoning-gym, for example chain_sum."""
     weight: PositiveFloat = 1.0
     """Share among the tasks."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: OpenMapping = Field(default_factory=dict)
     """Keyword arguments of the task's generator."""
 
 
@@ -73,7 +73,7 @@ class DataSection(Section):
     """Held-out prompts; none: no evaluation."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: OpenMapping = Field(default_factory=dict)
     """Variables of the chat template, for example {enable_thinking: false}, or reasoning_effort, date_string: whatever
     it reads."""
     chat_template_date: date | None = None
@@ -108,7 +108,7 @@ class RewardConfig(Section):
     path: Annotated[str | None, FilePath()] = None
     """python: `package.module:function` or `path/to/file.py:function`, called as f(prompt, answer, response,
     metadata); answer is a list where a row has several acceptable ones, None where it has none."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: OpenMapping = Field(default_factory=dict)
     """python: extra keyword arguments of the function."""
     turns: Literal["sum", "last"] = "sum"
     """env: the sum of the turns' rewards, or that of the last turn."""
@@ -121,11 +121,6 @@ class RewardConfig(Section):
     def least(self) -> float | None:
         """`threshold` with its default as a number."""
         return 1.0 if self.threshold == "auto" else self.threshold
-
-    @property
-    def is_of_unknown_scale(self) -> bool:
-        """Whether a value below the threshold may be a right answer's."""
-        return is_of_unknown_scale(self.name, self.threshold)
 
 
 def is_of_unknown_scale(name: object, threshold: object) -> bool:
@@ -140,8 +135,8 @@ class RewardSection(Section):
     timeout_s: PositiveFloat = 10.0
     """Seconds for one response, all functions together. One that takes longer is a recorded failure."""
     failure_value: float = 0.0
-    """Reward of a response of which one function failed, in place of the whole sum. Where all rewards of a rollout
-    fail, the run ends."""
+    """Reward of a response of which one function failed, in place of the whole sum: one above the mean of its group is
+    reinforced. Where all rewards of a rollout fail, the run ends."""
     worker_memory_mib: PositiveInt = 8192
     """Memory of one worker process; a function that needs more fails on that sample, which is recorded. A worker is
     replaced where half of what the loaded code has left of it stays taken then."""
@@ -153,4 +148,4 @@ class RewardSection(Section):
     @property
     def is_of_unknown_scale(self) -> bool:
         """Whether a value below the threshold of one of them may be a right answer's."""
-        return any(function.is_of_unknown_scale for function in self.functions)
+        return any(is_of_unknown_scale(function.name, function.threshold) for function in self.functions)

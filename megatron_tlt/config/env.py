@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megatron_tlt.config.base import FilePath, Section
+from megatron_tlt.config.base import FilePath, OpenMapping, Section
 
 EnvKind: TypeAlias = Literal["calculator", "number_guess", "python", "retry"]
 
@@ -19,7 +19,7 @@ class EnvSection(Section):
     path: Annotated[str | None, FilePath()] = None
     """One of your own: `package.module:Class` or `path/to/file.py:Class`. An environment (reset, step, close), one with
     Gymnasium's methods, or a class of tools (its public methods)."""
-    params: dict[str, Any] = Field(default_factory=dict)
+    params: OpenMapping = Field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     max_turns: PositiveInt = 4
     """Turns of the model in one trajectory, which ends with the last one."""

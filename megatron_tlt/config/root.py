@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.config.base import FilePath, OnDisk, Section
+from megatron_tlt.config.base import FilePath, OnDisk, OpenMapping, Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.env import EnvSection
@@ -239,7 +239,7 @@ class SftSection(Section):
     skipped, its batch kept in out/unfinished/nonfinite. 0: never."""
     chat_template: bool = True
     """Wrap prompts in the tokenizer's chat template if it has one."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: OpenMapping = Field(default_factory=dict)
     """Variables of the chat template, for example {enable_thinking: false}, or reasoning_effort, date_string: whatever
     it reads."""
     chat_template_date: date | None = None

@@ -20,7 +20,15 @@ from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.sources import EnvSource, FileSource, Row, Source, errors_at, first_drawn, open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.errors import ConfigError, ConfigProblem, DataError, OpeningError, UndrawnRowError, shortened
+from megatron_tlt.errors import (
+    ConfigError,
+    ConfigProblem,
+    DataError,
+    OpeningError,
+    PromptError,
+    UndrawnRowError,
+    shortened,
+)
 from megatron_tlt.types import Prompt
 
 Which = Literal["train", "eval"]
@@ -208,9 +216,16 @@ class PromptStream:
         return digest(self._source.fingerprint, self._shuffle, self._seed if self._shuffle else "")
 
     def next_batch(self, n: int) -> list[Prompt]:
-        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises DataError,
-        OpeningError.
+        """The next n prompts; fewer once a held-out file is used up. Moves the position. Raises PromptError,
+        OpeningError: on every rank, which take the same prompts.
         """
+        try:
+            return self._next_batch(n)
+        except DataError as error:
+            raise PromptError(str(error)) from error
+
+    def _next_batch(self, n: int) -> list[Prompt]:
+        """`next_batch` as one rank alone may call it. Raises DataError, OpeningError."""
         prompts: list[Prompt] = []
         drops = 0
         while len(prompts) < n and (drawn := self._draw(n - len(prompts))):
@@ -224,13 +239,13 @@ class PromptStream:
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:
-        """What `next_batch(n)` would return, without moving the position. Raises DataError.
+        """What `next_batch(n)` would return, without moving the position. Raises DataError, OpeningError.
 
         It keeps the environment's texts, so that each prompt is opened once. Mutates these only.
         """
         ahead = copy(self)  # shares source and tokenizer, which have no position, and the texts
         ahead._is_peek = True
-        return ahead.next_batch(n)
+        return ahead._next_batch(n)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able."""

@@ -90,6 +90,7 @@ class _Phase:
     outcome: tuple[RankOutcome, str] = ("done", "")
     releases: list[Callable[[], None]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
+    is_accepted: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,12 @@ class World:
     def accept(self) -> None:
         """The start is not refused any more: what it has made stays. Mutates."""
         self._phase.undo.clear()
+        self._phase.is_accepted = True
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the start is not refused any more: the job has written something."""
+        return self._phase.is_accepted
 
     def refuse(self, outcome: RankOutcome, detail: str) -> None:
         """This rank's end after an error that all ranks find, such as wrong input, without `close`: releases its parts,

@@ -108,13 +108,18 @@ def as_step(value: object) -> Step:
         raise TypeError(f"step returned {what}, {value!r:.80}: must be a Step(observation, reward, done, role){hint}")
     step = Step(*value)
     role: Any = step.role
-    done: Any = step.done
-    truncated: Any = step.truncated
     if role not in ("user", "tool"):
         raise TypeError(f"step returned the role {role!r:.80}: must be 'user' or 'tool'")
-    for name, flag in (("done", done), ("truncated", truncated)):
-        if isinstance(flag, str):
-            raise TypeError(f"step returned {flag!r:.80} for {name}: must be true or false")
+    done, truncated = as_flag(step.done, "done"), as_flag(step.truncated, "truncated")
     number = as_number(step.reward, "step returned the reward")
     text = as_text(step.observation, "step returned an observation")
-    return Step(text, number, bool(done or truncated), role, bool(truncated))
+    return Step(text, number, done or truncated, role, truncated)
+
+
+def as_flag(value: object, name: str) -> bool:
+    """A flag of `step`. Raises TypeError for a text, and for what is true by being there, such as a method that was not
+    called.
+    """
+    if isinstance(value, str) or kind_without_text(value) is not None:
+        raise TypeError(f"step returned {value!r:.80} for {name}: must be true or false")
+    return bool(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_tlt.envs.base import Environment, MakeEnvironment, ToolSchema
 from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
 from megatron_tlt.envs.schemas import check_plain, tool_schemas
 from megatron_tlt.envs.tools import ToolEnvironment
-from megatron_tlt.errors import ConfigProblem, EnvError, UserCodeError
+from megatron_tlt.errors import ConfigProblem, EnvError, Problems, UserCodeError
 from megatron_tlt.workers.user_code import code_digest, load_object
 
 BUILT_IN = {
@@ -67,11 +68,24 @@ def environment_problems(section: EnvSection) -> list[ConfigProblem]:
     except ValueError:  # a class without a signature
         return []
     arguments.apply_defaults()
-    wall_s = arguments.arguments.get("wall_s")
-    if section.kind == "python" and not (isinstance(wall_s, int | float) and wall_s < section.timeout_s):
-        allowed = f"must be a number below env.timeout_s = {section.timeout_s:g}, in which the programs of a turn run"
-        return [ConfigProblem("env.params.wall_s", wall_s, allowed)]
-    return []
+    return [*_param_problems(section, arguments.arguments)]
+
+
+def _param_problems(section: EnvSection, params: Mapping[str, Any]) -> Problems:
+    """Parameters of built-in environments with which each call or turn would fail, or count for nothing."""
+    if section.kind == "python":
+        for name in ("cpu_s", "memory_mib", "output_kib"):
+            if type(params[name]) is not int or params[name] < 1:
+                yield ConfigProblem(f"env.params.{name}", params[name], "must be an integer > 0")
+        wall_s = params["wall_s"]
+        if type(wall_s) not in (int, float) or not 0 < wall_s < section.timeout_s:
+            allowed = f"must be a number > 0 and < env.timeout_s = {section.timeout_s:g}: a turn's programs run in it"
+            yield ConfigProblem("env.params.wall_s", wall_s, allowed)
+    if section.kind == "retry":
+        tries = params["tries"]
+        if type(tries) is not int or not 1 <= tries <= section.max_turns:
+            allowed = f"must be an integer from 1 to env.max_turns = {section.max_turns}: the last try is what counts"
+            yield ConfigProblem("env.params.tries", tries, allowed)
 
 
 def environment_warning(section: EnvSection) -> str | None:

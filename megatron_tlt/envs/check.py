@@ -67,7 +67,7 @@ def _episode(worker: EnvWorker, number: int, prompt: Prompt, texts: Sequence[str
     key = 0, number
     answers: list[str | Step | None] = [worker.ask(Open(prompt))]
     for turn, text in enumerate(texts):
-        request = Play(key, prompt if turn == 0 else None, (text,))
+        request = Play(key, Open(prompt) if turn == 0 else None, (text,))
         (step,) = worker.ask(request, request.num_calls)
         answers.append(step)
         if step.done:

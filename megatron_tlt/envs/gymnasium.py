@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from megatron_tlt.envs.base import Environment, NoTextError, Step, kind_without_text
+from megatron_tlt.envs.base import Environment, NoTextError, Step, as_flag, kind_without_text
 from megatron_tlt.types import Prompt
 
 
@@ -31,8 +31,8 @@ class GymnasiumEnvironment(Environment):
         value = self._environment.step(response)
         form = "observation, reward, terminated, truncated, info"
         observation, reward, terminated, truncated, _ = _values(value, "step", form)
-        is_cut = bool(truncated and not terminated)
-        return Step(_text(observation), reward, bool(terminated or truncated), truncated=is_cut)
+        ended, cut = as_flag(terminated, "terminated"), as_flag(truncated, "truncated")
+        return Step(_text(observation), reward, ended or cut, truncated=cut and not ended)
 
     def close(self) -> None:
         if hasattr(self._environment, "close"):

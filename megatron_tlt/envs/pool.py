@@ -81,7 +81,7 @@ class EnvironmentPool:
 
     def trajectories(self, tokens: GivenTokens) -> Trajectories:
         """The environments of one rollout."""
-        return Trajectories(self.workers, self.section.max_turns, tokens)
+        return Trajectories(self.workers, self.section.max_turns, tokens, self._longest_opening)
 
     def close(self) -> None:
         """Ends the workers. The pool cannot be used afterwards."""
@@ -91,7 +91,7 @@ class EnvironmentPool:
 
 @dataclass(eq=False)
 class _Trajectory:
-    prompt: Prompt
+    begin: Open
     worker: EnvWorker
     turns: list[str] = field(default_factory=list)
     drawn: Sequence[int] = ()  # the last turn's tokens
@@ -109,7 +109,7 @@ class _Trajectory:
         is_new = starts != self.worker.starts
         if is_new:
             done = 0
-        request = Play(key, self.prompt if is_new else None, tuple(self.turns[done:]), longest)
+        request = Play(key, self.begin if is_new else None, tuple(self.turns[done:]), longest)
         steps = self.worker.ask_running(request, request.num_calls)
         again = steps[: len(self.steps) - done]
         if again != self.steps[done:]:
@@ -124,8 +124,11 @@ class _Trajectory:
 class Trajectories:
     """The `TurnSource` of one rollout. Use from one thread."""
 
-    def __init__(self, workers: Sequence[EnvWorker], max_turns: int, tokens: GivenTokens):
+    def __init__(
+        self, workers: Sequence[EnvWorker], max_turns: int, tokens: GivenTokens, longest_opening: int | None = None
+    ):
         self._workers, self._max_turns, self._tokens = workers, max_turns, tokens
+        self._longest_opening = longest_opening
         self._running: dict[Key, _Trajectory] = {}
         self._answers: queue.SimpleQueue[tuple[_Trajectory, Key, Step | TltError]] = queue.SimpleQueue()
 
@@ -135,7 +138,8 @@ class Trajectories:
         if trajectory is None:
             worker = min(self._workers, key=lambda w: w.load)
             worker.load += 1
-            trajectory = self._running[key] = _Trajectory(_row_of(prompt), worker)
+            begin = Open(_row_of(prompt), self._longest_opening, _opening_of(prompt))
+            trajectory = self._running[key] = _Trajectory(begin, worker)
         assert turn == len(trajectory.turns), f"turn {turn} after {len(trajectory.turns)} turns"
         trajectory.turns.append(text)
         trajectory.drawn = tuple(token_ids)
@@ -220,3 +224,9 @@ def _row_of(prompt: Prompt) -> Prompt:
     """The prompt as every `reset` sees it, that of the opening and those of the trajectories: texts of its row."""
     text = prompt.text if prompt.row_text is None else prompt.row_text
     return replace(prompt, token_ids=(), text=text, row_text=None)
+
+
+def _opening_of(prompt: Prompt) -> str | None:
+    """The text behind that of the row, see `Row.with_opening`; None: there is none."""
+    row = prompt.row_text
+    return None if row is None else prompt.text.removeprefix(f"{row}\n\n" if row else "")

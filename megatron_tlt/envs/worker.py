@@ -6,10 +6,12 @@ This module imports no numpy: a worker limits numpy's threads first.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from megatron_tlt.errors import EnvError
 from megatron_tlt.workers.descendants import Started
 from megatron_tlt.workers.process import forks_ended
 
@@ -26,6 +28,7 @@ class Open:
 
     prompt: Prompt
     longest: int | None = None  # characters of the text that travel
+    text: str | None = None  # what it was before; another one is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,14 @@ class Play:
     """Asks for the answers to turns of a trajectory: to `turns`, after those that the worker has played."""
 
     key: Key
-    prompt: Prompt | None  # the worker begins the trajectory anew with it
+    begin: Open | None  # the worker begins the trajectory anew with it
     turns: tuple[str, ...]
     longest: int | None = None  # characters of an observation that travel
 
     @property
     def num_calls(self) -> int:
         """Calls of the environment, each with the timeout."""
-        return len(self.turns) + (self.prompt is not None)
+        return len(self.turns) + (self.begin is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,15 @@ class Discard:
 Request: TypeAlias = Open | Play | Discard
 
 
-def environment_host(section_json: str, in_thought: bool) -> EnvironmentHost:
-    """`section_json`: the `EnvSection`; `in_thought`: see `load_environment`. Raises EnvError."""
+def environment_host(section_json: str, in_thought: bool, code: Mapping[str, str]) -> EnvironmentHost:
+    """`section_json`: the `EnvSection`; `in_thought`: see `load_environment`; `code`: what the rank has loaded of the
+    environment (`loaded_code`). Raises EnvError, and UserCodeError where the code has changed.
+    """
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.envs.build import load_environment
+    from megatron_tlt.workers.user_code import check_unchanged
 
+    check_unchanged(code)
     return EnvironmentHost(load_environment(EnvSection.model_validate_json(section_json), in_thought=in_thought))
 
 
@@ -76,17 +83,16 @@ class EnvironmentHost:
                 return self._open(request)
             if isinstance(request, Play):
                 return self._play(request)
-            return self._discard(request.key)
+            self._discard(request.key)
+            return None
 
     def _open(self, request: Open) -> str | None:
-        from megatron_tlt.envs.base import as_opening  # not above: it imports numpy
-
         started = Started()
         try:
             with started.noted():
                 environment = self._make()
                 try:
-                    text = as_opening(environment.reset(request.prompt, request.prompt.seed))
+                    text = _reset(environment, request)
                 except BaseException:
                     with suppress(Exception):  # the error of `reset` counts
                         _close(environment)
@@ -94,17 +100,17 @@ class EnvironmentHost:
                 _close(environment)
         finally:
             started.end_sessions()
-        return None if text is None else text[: request.longest]
+        return text
 
     def _play(self, request: Play) -> list[Step]:
         from megatron_tlt.envs.base import as_step
 
-        if request.prompt is not None:
+        if request.begin is not None:
             self._discard(request.key)
         with self._started[request.key].noted():
-            if request.prompt is not None:
+            if request.begin is not None:
                 environment = self._environments[request.key] = self._make()
-                environment.reset(request.prompt, request.prompt.seed)
+                _reset(environment, request.begin)
             environment = self._environments[request.key]
             steps = [as_step(environment.step(turn)) for turn in request.turns]
         return [step._replace(observation=step.observation[: request.longest]) for step in steps]
@@ -118,6 +124,20 @@ class EnvironmentHost:
         finally:
             if (started := self._started.pop(key, None)) is not None:
                 started.end_sessions()
+
+
+def _reset(environment: Environment, request: Open) -> str | None:
+    """The text that `reset` adds to the prompt. Raises EnvError for another one than before: the model would answer the
+    one, and be judged by the other.
+    """
+    from megatron_tlt.envs.base import as_opening  # not above: it imports numpy
+
+    text = as_opening(environment.reset(request.prompt, request.prompt.seed))
+    text = None if text is None else text[: request.longest]
+    if request.text is not None and text != request.text:
+        raise EnvError("the environment is not a function of prompt and seed: the prompt has the opening "
+                       f"{request.text!r:.80}, reset now returned {text!r:.80}")  # fmt: skip
+    return text
 
 
 def _close(environment: Environment) -> None:

@@ -19,6 +19,7 @@ from megatron_tlt.rewards.base import failed, judge, labels
 from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.worker import RewardHost
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
+from megatron_tlt.workers.user_code import loaded_code
 from megatron_tlt.workers.worker import Worker, WorkerError, WorkerLateError, WorkerStartError, twice
 
 Job = tuple[Prompt, Sample]
@@ -51,7 +52,10 @@ class RewardPool:
         self._section, self._on_wait = section, on_wait
         if problems := function_problems(section):
             raise ConfigError(problems)
-        make_host = partial(RewardHost, section.model_dump_json())
+        code: dict[str, str] = {}
+        for function in section.functions:
+            code |= loaded_code(function.path)
+        make_host = partial(RewardHost, section.model_dump_json(), code)
         self._new_worker = partial(Worker, make_host, section.worker_memory_mib, section.timeout_s, cpus)
         self._workers: list[Worker] = []
 
@@ -65,8 +69,8 @@ class RewardPool:
     def score(self, groups: Sequence[SampleGroup]) -> str | None:
         """Judges every sample: sets `rewards` of each group, in its samples' order.
 
-        Functions see the texts but not token ids, log-probs or experts, which stay here. Returns a warning of failures,
-        if there are any. Raises RewardError only when workers cannot be started.
+        Functions see the texts but not token ids, log-probs or experts, which stay here. Returns a warning of their
+        failures, if there are any. Raises RewardError only when workers cannot be started.
         """
         jobs = [
             (replace(group.prompt, token_ids=()), replace(sample, token_ids=[], logprobs=[], routed_experts=None))
@@ -80,9 +84,16 @@ class RewardPool:
         found = iter(results)
         for group in groups:
             group.rewards = [next(found) for _ in group.samples]
-        failures = [result.failure for result in results if result.failure is not None]
+        failures = [r.failure for r, (_, sample) in zip(results, jobs) if r.failure is not None and not sample.failure]
+        if not failures:
+            return None
+        value, above = self._section.failure_value, ""
+        if any(_is_praised(group, value) for group in groups):
+            above = (
+                f", each as rewards.failure_value = {value:g}, above its group's mean: such responses are reinforced"
+            )
         # A broken reward function would otherwise pass for a policy that is always wrong.
-        return f"{len(failures)} of {len(jobs)} rewards failed; one of them: {failures[0]}" if failures else None
+        return f"{len(failures)} of {len(jobs)} rewards failed{above}; one of them: {failures[0]}"
 
     def close(self) -> None:
         """Ends the workers. Idempotent; a later `score` starts new ones."""
@@ -129,3 +140,11 @@ class RewardPool:
         except WorkerError as error:
             why = str(error)
         return failed(why, self._section.failure_value)
+
+
+def _is_praised(group: SampleGroup, failure_value: float) -> bool:
+    """Whether a failed reward function gives a response more than its group's others have on average."""
+    pairs = list(zip(group.samples, group.rewards, strict=True))
+    judged = [reward.value for _, reward in pairs if reward.failure is None]
+    has_failed = any(reward.failure is not None and sample.failure is None for sample, reward in pairs)
+    return has_failed and bool(judged) and failure_value > sum(judged) / len(judged)

@@ -70,8 +70,7 @@ def take_result(request: Request, result: TurnResult) -> FinishReason | None:
         request.failure = result.failure
         return "abort"
     request.turn_rewards.append(result.reward)
-    if result.ended is not None or not result.given:
-        is_cut = result.ended == "env" and request.turn_is_cut
-        return "cut" if is_cut else result.ended or "env"
+    if result.ended is not None:
+        return "cut" if result.ended == "env" and request.turn_is_cut else result.ended
     fits = len(request.output) + len(result.given) < request.params.max_tokens
     return None if fits else "length"

@@ -70,9 +70,8 @@ def share_responses(world: World, backend: RolloutBackend, groups: Sequence[Samp
     """Adds all ranks' scored responses, also those that are not trained on, to the history of every engine: any of them
     may serve the prompt the next time. Tokens that no history keeps stay where they are.
 
-    Collective; waits for ranks that score long, while others have nothing to score.
+    Collective.
     """
-    world.wait_for_all()
     most = backend.history_responses
     mine = [response for group in groups for response in readable_tokens(_past_responses(group), most)]
     # Lengths alone are small: one all-gather instead of a broadcast a rank.

@@ -21,8 +21,8 @@ from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
 from megatron_tlt.trainer.environments import turns_of
 from megatron_tlt.trainer.pre_rollouts import exchanged
-from megatron_tlt.trainer.sampling import judged_of, why_unjudged
-from megatron_tlt.trainer.turn_metrics import column_means, turn_columns
+from megatron_tlt.trainer.sampling import judged_of, score, why_unjudged
+from megatron_tlt.trainer.turn_metrics import column_means, turn_columns, unanswered
 from megatron_tlt.types import GenerateCall
 
 if TYPE_CHECKING:
@@ -166,12 +166,13 @@ class Evaluator:
             stop.sync("eval", dropped)
         self._keep(samples)
         groups = group_samples(queue.fetched, samples) if self._queues.is_first else []
-        failures = self._rewards.score(groups)
+        failures = score(self._world, self._rewards, groups)
         share_responses(self._world, self._backend, groups)  # the same prompts come again
         if why := why_unjudged(self._world.all_gather_object(judged_of(groups))):
             raise UnjudgedError(f"evaluation at step {step}: {why}")
-        if failures is not None:
-            _log.warning(failures)
+        judged = [sample for group in groups for sample in group.samples]
+        for warning in filter(None, (failures, unanswered(judged))):
+            _log.warning(warning)
         rows = [
             (i, self._first[i], r.correct, r.value, s.num_drawn, s.is_truncated, r.failure is not None)
             for i, g in ((g.prompt.prompt_id, g) for g in groups)
@@ -179,7 +180,7 @@ class Evaluator:
         ]
         columns = as_columns(_COLUMNS, rows)
         if self._environments is not None:
-            columns |= turn_columns([sample for group in groups for sample in group.samples])
+            columns |= turn_columns(judged)
         return summarise(step, gather_columns(self._world, columns))
 
     def _keep(self, samples: Sequence[Sample]) -> None:

@@ -118,14 +118,8 @@ class PreRollouts:
         """Before the rollout of `step`, whose prompts have left the stream: where the environment's `reset` adds texts
         to the prompts of the next steps, all ranks ask for them, which no rank can do alone in its window. Collective.
         """
-        if not self.stream.has_openings:
-            return
-        try:
-            self._ahead = self.stream.peek(self._num_ahead(step))
-        except (EnvError, DataError) as error:  # on all ranks; the step that needs the prompt asks again
-            self._ahead = []
-            if self.queues.world.is_main:
-                _log.warning("nothing of the next step is pre-rolled: %s", error)
+        if self.stream.has_openings:
+            self._ahead = self._peek(step)
 
     def open(self, step: int) -> PreRoll | None:
         """Pre-rolls in the window behind a rollout of `step`; None: there is no next step. The same on every rank."""
@@ -204,9 +198,18 @@ class PreRollouts:
 
     def _next_prompts(self) -> list[Prompt]:
         """Those of the next step, then of the one after it; of each first those without whole responses."""
-        ahead = self.stream.peek(self._num_ahead(self._step)) if self._ahead is None else self._ahead
+        ahead = self._peek(self._step) if self._ahead is None else self._ahead
         steps = (ahead[: self.num_prompts], ahead[self.num_prompts :])
         return [prompt for step in steps for prompt in sorted(self.backend.ordered(step), key=self._is_whole)]
+
+    def _peek(self, step: int) -> list[Prompt]:
+        """The prompts behind those of `step`; none where one cannot be read, which the step that needs it says."""
+        try:
+            return self.stream.peek(self._num_ahead(step))
+        except (EnvError, DataError) as error:
+            if self.queues.world.is_main:
+                _log.warning("nothing of the next step is pre-rolled: %s", error)
+            return []
 
     def _num_ahead(self, step: int) -> int:
         """Prompts of the two steps behind `step`, as far as the run has them."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_tlt.errors import UnjudgedError
+from megatron_tlt.errors import RewardError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
 from megatron_tlt.trainer.dynamic_sampling import Dropped, look_at_kept
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompt_queue import PromptQueues
+    from megatron_tlt.distributed.world import World
     from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
@@ -79,7 +80,7 @@ class GroupSampler:
         """Of this rank in `step` (1-based): the groups to train on; all that were scored, also those that dynamic
         sampling drops; metrics of rollout cache, carried groups and dynamic sampling. Collective.
 
-        Raises GracefulExit after a signal, UnjudgedError where no response of a rollout was judged.
+        Raises GracefulExit after a signal, UnjudgedError where no response was judged, or a rank cannot judge.
         """
         section, num_prompts = self.config.algorithm, self.config.train.prompts_per_step
         kept: list[SampleGroup] = []
@@ -90,7 +91,7 @@ class GroupSampler:
             rounds += 1
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
             with self.metrics.phase("score"), self.recovery.unwatched("scoring"):
-                failures = self.rewards.score(groups)
+                failures = score(self.queues.world, self.rewards, groups)
                 scored += groups
                 share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
@@ -203,6 +204,23 @@ class GroupSampler:
         self.backend.close()
 
 
+def score(world: World, rewards: RewardPool, groups: Sequence[SampleGroup]) -> str | None:
+    """Sets the rewards of this rank's groups; returns a warning of failures. Collective; waits for ranks that score
+    long, while others have nothing to score.
+
+    Raises UnjudgedError, on every rank, where the workers of one cannot be started.
+    """
+    failures = lost = None
+    try:
+        failures = rewards.score(groups)
+    except RewardError as error:
+        lost = str(error)
+    world.wait_for_all()
+    if why := next(filter(None, world.all_gather_object(lost)), None):
+        raise UnjudgedError(why)
+    return failures
+
+
 def judged_of(groups: Sequence[SampleGroup]) -> tuple[int, str | None]:
     """How many responses the reward functions judged, and why they failed on one of the others."""
     failures = [reward.failure for group in groups for reward in group.rewards]
@@ -221,4 +239,4 @@ def why_unjudged(everywhere: Sequence[tuple[int, str | None]]) -> str | None:
     why = next((why for _, why in everywhere if why is not None), None)
     if why is None or any(judged for judged, _ in everywhere):
         return None
-    return f"the reward functions failed on every response of this rollout; one of them: {why}"
+    return f"no response of this rollout has a reward; one of the failures: {why}"

@@ -21,7 +21,7 @@ def task_score(prompt: Prompt, answer: str | None) -> float | None:
         return None
     if not answer:
         return 0.0
-    params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True, default=str)
+    params = json.dumps(prompt.metadata.get("task_params") or {}, sort_keys=True)
     return float(_verifier(prompt.metadata["task_name"], params).score_answer(answer, entry))
 
 

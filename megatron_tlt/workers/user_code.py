@@ -6,7 +6,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,7 @@ from megatron_tlt.errors import UserCodeError, did_you_mean, no_such_file, place
 
 
 def load_object(path: str) -> Any:
-    """The object at `package.module:name` or `path/to/file.py:name`.
+    """The object at `package.module:name` or `path/to/file.py:name`. Appends a folder to sys.path, see `_look_in`.
 
     Raises UserCodeError for a wrong path or name, or with the error of the module at import.
     """
@@ -41,6 +43,37 @@ def code_digest(source: Path) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()[:16]
 
 
+def loaded_code(path: str | None) -> dict[str, str]:
+    """Fingerprints, by file, of the module of `path` and of the modules beside it that are imported in this process;
+    none without a path.
+    """
+    source = None if path is None else source_of(path)
+    if source is None:
+        return {}
+    folders = {str(source.absolute().parent), str(source.resolve().parent)}
+    named = [getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]]
+    beside = [file for file in named if isinstance(file, str) and os.path.dirname(file) in folders]
+    return {file: _fingerprint(Path(file)) for file in (str(source.absolute()), *beside)}
+
+
+def check_unchanged(code: Mapping[str, str]) -> None:
+    """Raises UserCodeError naming a file that is not as it was when `loaded_code` saw it: else a worker that takes
+    another's place judges by other code than the workers beside it.
+    """
+    for file, fingerprint in code.items():
+        if _fingerprint(Path(file)) != fingerprint:
+            raise UserCodeError(f"{file} has changed since the run's start; the same command, given again, goes on "
+                                "with the new code")  # fmt: skip
+
+
+def _fingerprint(file: Path) -> str:
+    """Of a file's bytes; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
 def source_of(path: str) -> Path | None:
     """The file of the module of `package.module:name` or `path/to/file.py:name`; None: it is in none, or not there."""
     where = path.rpartition(":")[0]
@@ -60,12 +93,22 @@ def not_plain(function: object) -> str | None:
     return "a generator" if inspect.isgeneratorfunction(function) else None
 
 
+def _look_in(folder: str) -> None:
+    """Appends a folder to sys.path: `python -m` has the working directory there, the script of `check` has not, and a
+    user's file has modules beside it. It is the last one, so that no installed module gives way to a user's.
+    """
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _module(where: str) -> ModuleType:
     if not where.endswith(".py"):
+        _look_in(os.getcwd())
         return importlib.import_module(where)
     path = Path(where)
     if not path.is_file():
         raise UserCodeError(f"{path}: {no_such_file(path)}")
+    _look_in(str(path.resolve().parent))
     # A name of its own for every file, so that two files called reward.py do not shadow each other.
     name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:

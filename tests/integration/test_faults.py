@@ -303,7 +303,7 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_unless_they_
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "say 1", "answer": "1"}) + "\n")
     code, output = run_one("train", config, f"train.run_dir={tmp_path / 'none'}", check=False)
     assert code == 1
-    assert "megatron-tlt: step 1: the reward functions failed on every response" in output, output[-3000:]
+    assert "megatron-tlt: step 1: no response of this rollout has a reward" in output, output[-3000:]
     assert not (tmp_path / "none/metrics.jsonl").read_text()
 
 
@@ -315,6 +315,6 @@ def test_a_reward_without_a_number_is_reported_once_by_all_ranks(tmp_path):
     done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), check=False)
     code, output = done.returncode, done.stdout
     assert code in (1, 9), "9: mpiexec's, where one rank was later to exit"
-    text = "step 1: the reward functions failed on every response of this rollout; one of them: reward: ValueError: "
+    text = "step 1: no response of this rollout has a reward; one of the failures: reward: ValueError: "
     assert output.count(f"{text}returned None (NoneType): must be a number or a boolean") == 1
     assert output.count("returned None") == 1 and "MPI_Abort" not in output, output[-3000:]

@@ -218,6 +218,23 @@ def test_a_dump_reads_back_to_the_same_configuration():
     assert build_config(parse_yaml(dump_config(config), "dump")) == config
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("{scores: {1: 2.0}, cap: 3}", "the key 1 of scores must be a text: write it in quotes"),
+        ("{1: 2.0}", "the key 1 must be a text"),
+        ("{caps: [1, .inf]}", "caps.1 = inf must be finite"),
+        ("{day: 2024-07-26}", "day = 2024-07-26 (date) must be a text, in quotes, or another value that JSON has"),
+    ],
+)
+@pytest.mark.parametrize("field", ["env.params", "data.chat_template_kwargs"])
+def test_what_workers_and_config_json_would_get_otherwise_is_refused(field, value, why):
+    with pytest.raises(ConfigError) as caught:
+        build_config(BASE, [f"{field}={value}"])
+    (problem,) = caught.value.problems
+    assert problem.path == field and problem.allowed.startswith(why)
+
+
 def test_sft_is_a_root_of_its_own():
     values = BASE | {"sft": {"train_path": "a", "out": "b"}}
     assert build_config(values, ["sft.num_steps=3"], SftConfig).sft.num_steps == 3

@@ -14,7 +14,7 @@ from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompts import PromptStream, build_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.envs.build import environment_tools
-from megatron_tlt.errors import ConfigError, DataError
+from megatron_tlt.errors import ConfigError, DataError, SharedError
 from megatron_tlt.trainer.input_warnings import input_warnings
 from megatron_tlt.trainer.preflight import check_report, input_problems
 from tests.helpers.chat_models import DEMO_POLICY as POLICY
@@ -78,5 +78,12 @@ def test_long_prompts_are_dropped_with_a_line_cut_or_an_error(sixteen: Path, cap
     whole = {p.dataset_id: p.token_ids for p in stream_of(sixteen, max_prompt_tokens=512).next_batch(16)}
     cut = stream_of(sixteen, long_prompts="cut_left").next_batch(16)
     assert all(p.token_ids == whole[p.dataset_id][-64:] for p in cut)
-    with pytest.raises(DataError, match=r"lengths.jsonl:\d+: the prompt has \d+ tokens, .*_tokens allows 64"):
+    message = r"lengths.jsonl:\d+: the prompt has \d+ tokens, .*_tokens allows 64"
+    with pytest.raises(DataError, match=message):
         stream_of(sixteen, long_prompts="error").next_batch(16)
+    late = stream_of(sixteen)
+    late._long_prompts = "error"  # of a row behind the first one
+    for ask, of_all_ranks in (late.peek, False), (late.next_batch, True):
+        with pytest.raises(DataError, match=message) as found:
+            ask(16)
+        assert isinstance(found.value, SharedError) is of_all_ranks, "idle ranks peek alone: they cannot save"

@@ -21,6 +21,7 @@ from megatron_tlt.envs.build import (
 )
 from megatron_tlt.envs.calculator import Calculator, evaluate
 from megatron_tlt.envs.check import episode_problems
+from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
 from megatron_tlt.envs.python import Python
 from megatron_tlt.types import Prompt
 
@@ -223,8 +224,17 @@ def test_python_without_a_network_of_its_own_is_named() -> None:
             for name in ("Swapped", "SwappedTools")
         ),
         ({"kind": "number_guess", "params": {"words": 3}}, "do not fit the constructor"),
-        ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be a number below env.timeout_s = 15"),
-        ({"kind": "python", "params": {"wall_s": "9"}}, "env.params.wall_s = '9': must be a number below"),
+        (
+            {"kind": "python", "timeout_s": 15},
+            "env.params.wall_s = 15.0: must be a number > 0 and < env.timeout_s = 15",
+        ),
+        ({"kind": "python", "params": {"wall_s": "9"}}, "env.params.wall_s = '9': must be a number > 0"),
+        ({"kind": "python", "params": {"cpu_s": 2.5}}, "env.params.cpu_s = 2.5: must be an integer > 0"),
+        ({"kind": "python", "params": {"output_kib": 0}}, "env.params.output_kib = 0: must be an integer > 0"),
+        (
+            {"kind": "retry", "params": {"tries": 6}},
+            "env.params.tries = 6: must be an integer from 1 to env.max_turns = 4",
+        ),
         ({"kind": "python", "timeout_s": 15, "params": {"wall_s": 14}}, None),
     ],
 )
@@ -269,3 +279,18 @@ def test_a_step_has_the_right_form(value: object) -> None:
     assert as_step(Step(truncated=True)) == Step(done=True, truncated=True)
     with pytest.raises((TypeError, ValueError), match="step returned"):
         as_step(value)
+
+
+@pytest.mark.parametrize("flag", ["False", "".strip, object()])
+def test_an_end_is_true_or_false(flag: object) -> None:
+    class Never:
+        def reset(self, *, seed: int) -> tuple[str, dict[str, object]]:
+            return "", {}
+
+        def step(self, action: str) -> tuple[str, float, object, bool, dict[str, object]]:
+            return "", 0.0, flag, False, {}
+
+    with pytest.raises(TypeError, match="for done: must be true or false"):
+        as_step(("a", 0.0, flag))
+    with pytest.raises(TypeError, match="for terminated: must be true or false"):
+        GymnasiumEnvironment(Never()).step("a")

@@ -26,7 +26,6 @@ from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_envs.py"
 PROMPTS = [Prompt(i, f"d:{i}", (1, 2), "q", seed=7 + i) for i in range(3)]
-OPENED = [replace(prompt, text=f"q\n\nq {prompt.seed}", row_text="q") for prompt in PROMPTS]
 
 
 class Letters:
@@ -47,10 +46,12 @@ def trajectories(name: str = "Act", **settings: object) -> Iterator[tuple[Enviro
         yield pool, turns
 
 
-def play(turns: Trajectories, texts: dict[int, str], turn: int, sample: int = 0) -> dict[int, TurnResult]:
+def play(
+    turns: Trajectories, texts: dict[int, str], turn: int, sample: int = 0, prompts: Sequence[Prompt] = PROMPTS
+) -> dict[int, TurnResult]:
     """The results of one turn of some prompts."""
     for i, text in texts.items():
-        turns.submit(OPENED[i], sample, turn, [5, 6], text)
+        turns.submit(prompts[i], sample, turn, [5, 6], text)
     results: dict[int, TurnResult] = {}
     end = time.monotonic() + 60
     while len(results) < len(texts) and time.monotonic() < end:
@@ -87,7 +88,8 @@ def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
     with trajectories(workers=2) as (pool, turns):
         assert turns.poll() == []
         assert pool.openings(PROMPTS) == ["q 7", "q 8", "q 9"]
-        assert text_of(play(turns, {0: "a", 1: "b", 2: "c"}, 0)[1]) == "q 8 b"
+        prompts = [replace(prompt, text=f"q\n\nq {prompt.seed}", row_text="q") for prompt in PROMPTS]
+        assert text_of(play(turns, {0: "a", 1: "b", 2: "c"}, 0, prompts=prompts)[1]) == "q 8 b"
         second = play(turns, {0: "d", 1: "end"}, 1)
         assert second[0] == TurnResult(0, 0, (5, 6, *map(ord, "q 7 a d")), reward=3.0)
         assert second[1] == TurnResult(1, 0, (), reward=3.0, ended="env")
@@ -99,6 +101,24 @@ def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
         play(turns, {0: "a", 1: "a"}, 0)
         second = play(turns, {0: "b", 1: "truncated"}, 1)
         assert (second[0].ended, second[1].ended) == ("max_turns", "cut")
+
+
+@pytest.mark.parametrize("row", ["q", ""])
+def test_a_trajectory_whose_reset_is_not_that_of_its_prompt_fails(row: str) -> None:
+    prompts = [replace(prompt, text=row) for prompt in PROMPTS]
+    for name, longest, failure in (
+        (
+            "Counts",
+            None,
+            "the prompt has the opening '0', reset now returned '3'",
+        ),
+        ("Act", 2, None),
+    ):
+        with closing(EnvironmentPool(EnvSection(path=f"{USER}:{name}"), longest_opening=longest)) as pool:
+            texts = pool.openings(prompts)
+            whole = [replace(p, text=f"{row}\n\n{t}" if row else str(t), row_text=row) for p, t in zip(prompts, texts)]
+            result = play(pool.trajectories(Letters()), {0: "a"}, 0, prompts=whole)[0]
+            assert result.failure is None if failure is None else str(result.failure).endswith(failure)
 
 
 def test_workers_of_a_bound_rank_run_on_the_cpus_that_they_are_given() -> None:
@@ -134,6 +154,17 @@ def test_a_worker_that_dies_between_turns_costs_nothing_unless_its_environment_a
         results = play(turns, {0: "b", 1: "b"}, 1)
         assert text_of(results[1]) == "q 8 a b"
         assert "is not a function of prompt, seed and turns" in str(results[0].failure)
+
+
+def test_a_worker_that_takes_anothers_place_has_its_code(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(USER.read_text())
+    with trajectories(path=f"{file}:Act") as (_, turns):
+        play(turns, {0: "a", 1: "a"}, 0)
+        file.write_text("# an edit in mid-run\n" + USER.read_text())
+        play(turns, {0: "die"}, 1)
+        failure = f"a worker did not start: {file} has changed since the run's start"
+        assert str(play(turns, {1: "b"}, 1)[1].failure).startswith(failure)
 
 
 @pytest.mark.parametrize(

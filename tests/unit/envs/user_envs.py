@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -156,6 +157,19 @@ class Dice(Environment):
 
     def step(self, response: str) -> Step:
         return Step(str(random.random()))
+
+
+_COUNT = itertools.count()
+
+
+class Counts(Environment):
+    """Every reset is another one."""
+
+    def reset(self, prompt: Prompt, seed: int) -> str:
+        return str(next(_COUNT))
+
+    def step(self, response: str) -> Step:
+        return Step("")
 
 
 class Gym:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
+from megatron_tlt.errors import RewardError
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 from tests.helpers.bound import to_one_cpu
@@ -94,6 +95,24 @@ def test_every_kind_of_failure_costs_one_sample() -> None:
     assert all(r.value == -1.0 and not r.correct for r in found.values() if r.failure)
 
 
+@pytest.mark.parametrize(("texts", "is_praised"), [(["-1", "-1", "raise"], True), (["1", "-1", "raise"], False)])
+def test_a_failure_that_is_reinforced_is_named(texts: list[str], is_praised: bool) -> None:
+    function = RewardConfig(name="python", path=f"{USER}:act")
+    with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
+        warning = str(pool.score(groups_of(texts)))
+    praised = "1 of 3 rewards failed, each as rewards.failure_value = 0, above its group's mean: such responses are"
+    assert warning.startswith(praised) is is_praised and "; one of them: act: RuntimeError" in warning
+
+
+def test_a_failure_of_an_environment_is_no_failure_of_a_function() -> None:
+    (group,) = groups_of(["-1", "2"])
+    group.samples[1].failure = "no answer within 30 s"
+    function = RewardConfig(name="python", path=f"{USER}:act")
+    with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
+        assert pool.score([group]) is None
+    assert [r.failure for r in group.rewards] == [None, "env: no answer within 30 s"]
+
+
 def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
     function = RewardConfig(name="python", path=f"{USER}:hungry")
     with closing(RewardPool(RewardSection(functions=(function,), failure_value=-1.0))) as pool:
@@ -153,16 +172,43 @@ def test_workers_of_a_bound_rank_run_on_the_cpus_that_they_are_given() -> None:
         assert results(pool, ["cpus"])[0].value == len(cpus)
 
 
-def test_what_a_hung_function_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("response", "failure"),
+    [("children", "no result of act within 1 s (rewards.timeout_s)"), ("orphans", "worker was ended by signal 9")],
+)
+def test_what_a_function_has_started_ends_with_its_worker(
+    response: str, failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CHILD_PIDS", str(tmp_path / "pids"))
     with pool_of() as pool:
-        (hung,) = results(pool, ["children"])
-        assert hung.failure == "no result of act within 1 s (rewards.timeout_s)"
+        assert results(pool, [response])[0].failure == failure
         children = [Path(f"/proc/{pid}/exe") for pid in (tmp_path / "pids").read_text().split()]
         end = time.monotonic() + 10  # a killed process is in /proc until it is reaped
         while any(child.exists() for child in children) and time.monotonic() < end:
             time.sleep(0.01)
         assert [child.exists() for child in children] == [False, False]
+
+
+EDITED = """
+import os
+from a_helper_of_rewards import VALUE
+def value(prompt, answer, response, metadata):
+    return os._exit(1) if response == "die" else VALUE
+"""
+
+
+def test_a_worker_that_takes_anothers_place_has_its_code_or_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EDITED)
+    helper, other = tmp_path / "a_helper_of_rewards.py", tmp_path / "other.py"
+    helper.write_text("VALUE = 1.0")
+    section = RewardSection(functions=(RewardConfig(name="python", path=f"{tmp_path}/mine.py:value"),))
+    with closing(RewardPool(section)) as pool:
+        assert [r.value for r in results(pool, ["1"])] == [1.0]
+        other.write_text("an edit of what is not imported")
+        assert [r.value for r in results(pool, ["die", "1"])] == [0.0, 1.0]
+        helper.write_text("VALUE = 2.0")
+        with pytest.raises(RewardError, match=f"a worker did not start: {helper} has changed since the run's start"):
+            results(pool, ["1", "die", "1"])
 
 
 def test_a_pool_that_is_closed_while_its_workers_start_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

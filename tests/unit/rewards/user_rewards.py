@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,16 @@ def _spin() -> None:
 def _start_children() -> None:
     children = [subprocess.Popen(["sleep", "3600"], start_new_session=own) for own in (False, True)]
     Path(os.environ["CHILD_PIDS"]).write_text(" ".join(str(child.pid) for child in children))
-    children[0].wait()
+
+
+def _wait_for_children() -> None:
+    _start_children()
+    time.sleep(3600)
+
+
+def _leave_children() -> None:
+    _start_children()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _square(number: int) -> int:
@@ -67,7 +77,8 @@ BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "exit": lambda: sys.exit(3),
     "hang": lambda: time.sleep(3600),
     "spin": _spin,
-    "children": _start_children,
+    "children": _wait_for_children,
+    "orphans": _leave_children,
     "pool": _in_a_pool,
     "terminate": _terminated,
     "fork": _forked,

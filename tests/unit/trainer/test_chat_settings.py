@@ -47,4 +47,4 @@ def test_fine_tuning_goes_on_with_its_first_day(tmp_path: Path) -> None:
     write_config(
         build_config(tree, [f"sft.chat_template_date={FIRST}"], SftConfig), tmp_path / "unfinished", None, "x86_64"
     )
-    assert day(build_config(tree, ["sft.chat_template_kwargs.a=2026-05-06"], SftConfig)) == FIRST
+    assert day(build_config(tree, ["sft.chat_template_kwargs.a='2026-05-06'"], SftConfig)) == FIRST

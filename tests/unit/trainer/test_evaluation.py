@@ -93,8 +93,14 @@ def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(cap
     assert (result.failures, result.pass_at["1"], result.metrics()["eval/failures"]) == (3, 0.25, 3.0)
     assert caplog.messages == ["some failed"]
     assert evaluator_of(failed=4, judged_elsewhere=1).run(5).failures == 4
-    with pytest.raises(UnjudgedError, match=r"^evaluation at step 5: .* failed on every response .*: no judge"):
+    with pytest.raises(UnjudgedError, match=r"^evaluation at step 5: no response .* has a reward; .*: no judge"):
         evaluator_of(failed=4).run(5)
+    caplog.clear()
+    evaluator = evaluator_of(failed=0)
+    generate = evaluator._backend.generate
+    evaluator._backend.generate = lambda call: [replace(s, failure="no answer") for s in generate(call)]
+    evaluator.run(5)
+    assert "4 of 4 trajectories ended without an answer of their environment; one of them" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
-from megatron_tlt.errors import CheckpointError, OpeningError, SaveError, TrainingError, UnjudgedError
+from megatron_tlt.errors import CheckpointError, OpeningError, PromptError, SaveError, TrainingError, UnjudgedError
 from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
@@ -176,7 +176,7 @@ def test_a_state_that_is_not_good_is_not_saved(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("good", [True, False])
-@pytest.mark.parametrize("error", [TrainingError, UnjudgedError, OpeningError, SaveError])
+@pytest.mark.parametrize("error", [TrainingError, UnjudgedError, OpeningError, PromptError, SaveError])
 def test_an_error_of_every_rank_leaves_the_last_finished_step_saved(tmp_path, error, good):
     class Lost(Counting):
         def step(self) -> None:

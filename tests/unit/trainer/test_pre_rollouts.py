@@ -113,3 +113,5 @@ def test_texts_of_environments_are_asked_for_before_the_rollout_and_a_failure_co
     ahead.open(7)
     assert ahead._next_prompts() == [] and "q7" in caplog.text
     assert asked == [2, 1, 0, 2], "no rank asks in its window"
+    ahead._ahead, ahead.stream.has_openings = None, False  # type: ignore[misc]
+    assert ahead._next_prompts() == [] and asked[4:] == [2]

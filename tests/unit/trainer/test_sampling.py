@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
-from megatron_tlt.errors import UnjudgedError
+from megatron_tlt.errors import RewardError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.recovery import TrainState
@@ -204,9 +205,18 @@ def test_a_step_without_a_mixed_group_is_a_warning_and_figures(caplog: pytest.Lo
 def test_a_rollout_of_which_nothing_was_judged_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     sampler = sampler_of(Ranks(), rounds=1)
     sampler.rewards.failure = "f: no such luck"  # type: ignore[attr-defined]
-    with pytest.raises(UnjudgedError, match=r"^step 4: .* failed on every response .* one of them: f: no such luck"):
+    with pytest.raises(UnjudgedError, match=r"^step 4: no response .* has a reward; .*: f: no such luck"):
         sampler.sample(4)
     assert not caplog.records, "the error says it"
+
+
+def test_a_rank_that_cannot_judge_ends_all_ranks_with_what_is_done_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`UnjudgedError` is a `SharedError`: `Job` saves the last finished step."""
+    sampler = sampler_of(Ranks(), rounds=1)
+    monkeypatch.setattr(sampler.queues.world, "all_gather_object", lambda mine: [None, mine])
+    monkeypatch.setattr(sampler.rewards, "score", MagicMock(side_effect=RewardError("a.py has changed")))
+    with pytest.raises(UnjudgedError, match=r"^a\.py has changed$"):
+        sampler.sample(4)
 
 
 def test_groups_are_scored_when_their_last_member_has_ended() -> None:

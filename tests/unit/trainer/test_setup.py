@@ -19,7 +19,9 @@ from tests.helpers.mpi import ROOT
 @pytest.mark.parametrize(("rank", "is_first"), [(0, True), (1, False), (4, True), (7, False)])
 def test_the_rank_that_judges_an_engine_s_responses_has_the_workers_and_cpus_of_all(monkeypatch, rank, is_first):
     started = []
-    monkeypatch.setattr(RewardPool, "warm_up", lambda pool: started.append((pool._section.workers, pool._cpus)))
+    monkeypatch.setattr(
+        RewardPool, "warm_up", lambda pool: started.append((pool._section.workers, pool._new_worker.args[-1]))
+    )
     config = build_config({"model": {"path": "m"}, "rollout": {"tp": 4}, "rewards": {"workers": 2}})
     bound = [{of_rank} for of_rank in range(8)]
     world = SimpleNamespace(rank=rank, size=8, heartbeat=lambda: None, all_gather_object=lambda mine: bound)

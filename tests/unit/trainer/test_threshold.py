@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_tlt.config.data import RewardConfig
+from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.trainer.metrics import threshold_warning
 
 
@@ -27,4 +27,4 @@ def test_rewards_below_the_default_threshold_are_a_warning() -> None:
     ],
 )
 def test_a_scale_is_unknown_where_none_was_chosen(function: RewardConfig, unknown: bool) -> None:
-    assert function.is_of_unknown_scale is unknown
+    assert RewardSection(functions=(function,)).is_of_unknown_scale is unknown

@@ -1,0 +1,26 @@
+"""Where a user's modules are found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_tlt.workers.user_code import load_object
+
+
+@pytest.mark.parametrize("where", ["of_a_user", "below/of_a_user.py"])
+def test_a_module_of_the_working_directory_and_one_beside_a_file_are_found_behind_installed_ones(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = (tmp_path / where).parent
+    folder.mkdir(exist_ok=True)
+    (folder / "of_a_user.py").write_text("import colorsys\nfrom beside_of_a_user import value")
+    (folder / "beside_of_a_user.py").write_text(f"value = {where!r}")
+    (folder / "colorsys.py").write_text("an installed module is taken before this one")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("of_a_user", "beside_of_a_user", "colorsys"):
+        sys.modules.pop(name, None)
+    assert load_object(f"{where}:value") == where
