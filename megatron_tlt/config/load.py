@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import re
 from collections.abc import Sequence
@@ -28,7 +27,14 @@ from megatron_tlt.config.schema import (
     nearest_path,
     section_of,
 )
-from megatron_tlt.config.yaml_reader import DEFAULTS_KEY, deep_merge, has_comment, parse_yaml, read_config_file
+from megatron_tlt.config.yaml_reader import (
+    DEFAULTS_KEY,
+    deep_merge,
+    has_comment,
+    parse_yaml,
+    read_config_file,
+    unshared,
+)
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import BackendName
 
@@ -67,7 +73,7 @@ def build_config(
     notes: list[str] | None = None,
 ) -> RootT:
     """Like `load_config`, from a mapping in memory; `values` is not changed. Raises ConfigError."""
-    tree = copy.deepcopy(values)
+    tree = unshared(values)
     problems: list[ConfigProblem] = []
     for override in overrides:
         try:

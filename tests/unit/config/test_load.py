@@ -99,6 +99,16 @@ def test_overrides_reach_into_lists(index):
     assert values["data"]["train"]["tasks"][1] == {"name": "b"}, "the caller's values must stay"
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_override_changes_one_of_the_places_of_an_alias(tmp_path, is_file):
+    """The training tasks are not the held-out ones, also where a file or an override writes them once."""
+    data = "{train: {tasks: &t [{name: a, params: {x: 1}}]}, eval: {tasks: *t}}"
+    file = write(tmp_path, "a.yaml", f"model: {{path: m}}\ndata: {data if is_file else '{}'}\n")
+    own = [] if is_file else [f"data={data}"]
+    data = load_config(file, [*own, "data.train.tasks.0.params.x=9"]).data
+    assert [source.tasks[0].params for _, source in data.sources] == [{"x": 9}, {"x": 1}]
+
+
 @pytest.mark.parametrize(
     ("override", "nearest"),
     [
