@@ -21,7 +21,7 @@ class Here(NamedTuple):
     note: str = ""
 
 
-_IN_RL_STEPS = "there: optimizer steps; here: RL steps, each of algorithm.mini_batches optimizer steps"
+_IN_RL_STEPS = "there: optimizer steps, algorithm.mini_batches of them an RL step; here: RL steps"
 # Names with white space between them, each the end of its path there, or (`critic.*`) all that is below a part of it:
 # the longest end that is found decides.
 ELSEWHERE: tuple[tuple[str, Here], ...] = (
@@ -65,7 +65,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         "lr_warmup_steps lr_warmup_iters",
         Here(
             "optimizer.warmup_steps",
-            "there: RL steps; here: optimizer steps, algorithm.mini_batches of them an RL step; verl's -1: by the ratio",
+            "there: RL steps; here: optimizer steps, algorithm.mini_batches of them a step; verl's -1: by the ratio",
         ),
     ),
     ("lr_warmup_steps_ratio warmup_ratio", Here("optimizer.warmup_steps", "here: optimizer steps, not a share")),
