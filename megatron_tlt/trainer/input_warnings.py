@@ -12,7 +12,12 @@ from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.resume import schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.learning import kl_estimator_warning, learning_rate_warning, warmup_warning
+from megatron_tlt.config.checks.learning import (
+    clip_warning,
+    kl_estimator_warning,
+    learning_rate_warning,
+    warmup_warning,
+)
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.completions import read_completions
@@ -99,7 +104,7 @@ def _of_rl(config: Config) -> list[str]:
     own.append(reward_warning(config))
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
-    own.append(unread_tools(config, tools))
+    own += [unread_tools(config, tools), clip_warning(config.algorithm)]
     long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 

@@ -19,6 +19,7 @@ from megatron_tlt.errors import ConfigProblem, Problems
 FULL_TRAINING_LR = 5e-6  # the recipes that train all weights have 5e-7 to 1e-6, reports up to 5e-6
 # Of all weights: GRPO of 135M parameters learns at 2e-5, at 5e-5 in some tasks, and at 2e-4 loses all.
 USUAL_RL_LR, HIGHEST_RL_LR = 2e-5, 5e-5
+_TOKEN_CLIP = 0.01  # the least clip of a token's ratio; gspo's clips of a response's mean are some 3e-4
 SMALL_MODEL = 50_000_000  # parameters: smaller models learn at higher rates
 _COMMIT = re.compile(r"/snapshots/[0-9a-f]{40}$")  # of a repository's directory in the hub's cache
 # Their baseline is the rest of the group, so a group of one response has no advantage.
@@ -225,6 +226,18 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
         f"{given} high for RL of {what} of {total_parameters(shape):.3g} parameters, usually 1e-6 to {usual:g}: the "
         "policy may lose what it knows in a few steps. The 2e-4 of configs/quickstart.yaml is for 2.4M parameters"
     )
+
+
+def clip_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning where a clip of tokens' ratios is given for responses' ratios, or the other way round; None else."""
+    is_gspo = algorithm.name == "gspo"
+    given = {"low": algorithm.ratio_clip_low, "high": algorithm.ratio_clip_high}
+    wrong = {side: clip for side, clip in given.items() if clip is not None and (clip >= _TOKEN_CLIP) == is_gspo}
+    if not wrong or algorithm.mini_batches == 1:  # one update: every ratio is 1
+        return None
+    clips = ", ".join(f"algorithm.ratio_clip_{side} = {clip:g}" for side, clip in wrong.items())
+    whose = "a whole response's ratio, usually at 3e-4 and 4e-4" if is_gspo else "a token's ratio, usually at 0.2"
+    return f"{clips}: {algorithm.name} clips {whose}; null takes the algorithm's own"
 
 
 def warmup_warning(config: TrainingConfig) -> str | None:

@@ -46,6 +46,20 @@ def test_a_kl_term_without_gradient_is_a_warning_of_check():
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({"name": "gspo", "ratio_clip_low": 0.2, "ratio_clip_high": 4e-4}, "ratio_clip_low = 0.2: gspo clips a whole"),
+        ({"name": "dapo", "ratio_clip_high": 4e-4}, "ratio_clip_high = 0.0004: dapo clips a token's ratio"),
+        ({"name": "gspo", "ratio_clip_low": 3e-4}, None),
+        ({"name": "grpo", "ratio_clip_low": 0.1, "ratio_clip_high": 0.3}, None),
+    ],
+)
+def test_a_clip_of_the_other_kind_of_ratio_is_a_warning(algorithm, says):
+    found = [text for text in input_warnings(make(algorithm=algorithm | {"mini_batches": 4}), "cpu") if "clip" in text]
+    assert [f"algorithm.{says}" in text for text in found] == ([] if says is None else [True])
+
+
+@pytest.mark.parametrize(
     ("lr", "vocab_size", "actor", "says"),
     [
         (2e-4, 1_000_000, {}, "0.0002 is high for RL of all of 1.28e+08 parameters, usually 1e-6 to 2e-05"),
