@@ -24,6 +24,10 @@ def check_speculation(section: SpeculationSection, has_drafter: bool = False) ->
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
     if section.selector == "beg_mab" and section.drafter != "none":
         yield from _check_bandit(section.bandit)
+        largest = max(section.bandit.arms, default=0)
+        if section.draft_len != SpeculationSection().draft_len and section.draft_len < largest:
+            allowed = f"must be >= {largest}, the largest of {at}.bandit.arms, which selector: beg_mab drafts instead"
+            yield ConfigProblem(f"{at}.draft_len", section.draft_len, allowed)
 
 
 def _check_bandit(bandit: BanditSection) -> Problems:
@@ -32,6 +36,23 @@ def _check_bandit(bandit: BanditSection) -> Problems:
         yield ConfigProblem(f"{at}.arms", list(bandit.arms), "must be one arm at least, none twice")
     if not bandit.thresholds or any(b <= a for a, b in pairwise(bandit.thresholds)):
         yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")
+
+
+def unread_speculation(config: Config) -> list[str]:
+    """Warnings of settings of a trained drafter, or of its training, where there is none."""
+    section, found = config.rollout.speculation, []
+    if section.trained is None:
+        given = {name: getattr(section, name) for name in ("drafter_path", "draft_vocab_size", *SETTINGS)}
+        at = "rollout.speculation"
+        found = [
+            f"{at}.{name} = {value} has no effect with {at}.drafter = {section.drafter}"
+            for name, value in given.items()
+            if value is not None
+        ]
+    steps = config.idle.min_steps_per_window
+    if steps and not config.idle.train_drafter and config.trains:
+        found.append(f"idle.min_steps_per_window = {steps} has no effect with idle.train_drafter = false")
+    return found
 
 
 def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:

@@ -109,6 +109,11 @@ def test_records_that_are_not_learned_whole_are_counted(tmp_path):
     assert unseen.startswith(f"{at}: the chat template of {model} does not read 'tools', so prompts do not show")
 
 
+def test_a_drafter_that_nothing_reads_is_a_warning_of_check():
+    report = check_report(make(rollout={"speculation": {"drafter_path": "not/here"}}), 4, elsewhere=True)
+    assert "\n  drafts: none\n" in report and "warning: rollout.speculation.drafter_path = not/here has no" in report
+
+
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():
     for recompute, modules, is_named in (("none", ["mlp"], True), ("selective", ["mlp"], False), ("none", None, False)):
         actor = {"recompute": recompute, **({} if modules is None else {"recompute_modules": modules})}
