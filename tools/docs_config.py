@@ -37,7 +37,8 @@ each rank in the layout and its memory, with `--show-config` also the resolved f
 
 A section begins with the settings that people change first, where it has more than a few. Of these a first run needs
 `model.path`, `data.train`, `rewards.functions`, `train.run_dir`, `train.num_steps`, `train.prompts_per_step`,
-`rollout.samples_per_prompt`, `rollout.max_tokens` and `optimizer.lr`; on GPUs also `distributed.device`.
+`rollout.samples_per_prompt`, `rollout.max_tokens` and `optimizer.lr`; on GPUs also `distributed.device`,
+`actor.dtype` and `rollout.dtype`.
 """
 
 _ELSEWHERE = """\

@@ -109,6 +109,22 @@ def test_records_that_are_not_learned_whole_are_counted(tmp_path):
     assert unseen.startswith(f"{at}: the chat template of {model} does not read 'tools', so prompts do not show")
 
 
+def test_fp32_on_gpus_is_a_warning_that_names_the_fields_that_a_command_reads():
+    gpu, bf16 = {"distributed": {"device": "cuda"}}, {"dtype": "bf16"}
+    sft = SftConfig.model_validate({"model": {"path": "not/here"}, "sft": {"train_path": "t", "out": "o"}, **gpu})
+    evaluated = without_training(make(rollout=bf16, **gpu), reads_prompts=False)
+    for config, device, named in (
+        (make(**gpu), "cuda", "actor.dtype = fp32, rollout.dtype = fp32: "),
+        (make(actor=bf16, **gpu), "cuda", "actor.dtype = bf16, rollout.dtype = fp32: "),
+        (make(actor=bf16, rollout=bf16, **gpu), "cuda", None),
+        (evaluated, "cuda", None),
+        (sft, "cuda", "actor.dtype = fp32: "),
+        (make(), "cpu", None),
+    ):
+        found = [text for text in input_warnings(config, device) if "dtype = fp32" in text]
+        assert [text.startswith(str(named)) for text in found] == [True] * (named is not None)
+
+
 def test_a_drafter_that_nothing_reads_is_a_warning_of_check():
     report = check_report(make(rollout={"speculation": {"drafter_path": "not/here"}}), 4, elsewhere=True)
     assert "\n  drafts: none\n" in report and "warning: rollout.speculation.drafter_path = not/here has no" in report
