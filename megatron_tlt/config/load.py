@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import IN_WORDS, Section
 from megatron_tlt.config.checks.speculation import check_speculation
-from megatron_tlt.config.checks.texts import check_texts, switches_as_text
+from megatron_tlt.config.checks.texts import check_nulls, check_texts, switches_as_text
 from megatron_tlt.config.elsewhere import Here, leaves, name_here
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.paths import resolve_paths
@@ -90,6 +90,8 @@ def build_config(
         config = root.model_validate(tree)
     except ValidationError as error:
         problems += _explain(error, root)
+    else:
+        problems += check_nulls(config)
     if problems:
         raise ConfigError(problems)
     notes.extend(switches_as_text(config))
