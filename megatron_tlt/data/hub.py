@@ -171,8 +171,8 @@ def cached(config: RootT) -> tuple[RootT, dict[str, str], list[str], list[Config
             directory = _cached(named, commit, _files(named, commit))
             if directory is None:
                 lines.append(f"to be fetched from {endpoint()}: {named.text} (commit {commit[:12]})")
-                if named.content != "rows":
-                    described[named.field] = _snapshot(named, commit, ["config.json"], local_files_only=True)
+                if named.content != "rows" and (folder := _cached(named, commit, ["config.json"])) is not None:
+                    described[named.field] = folder
             else:
                 directories[named.field] = directory
         if unknown and named.field == "model.path" and config.model.architecture is None:
