@@ -18,7 +18,7 @@ from megatron_tlt.config.checks.learning import (
     learning_rate_warning,
     warmup_warning,
 )
-from megatron_tlt.config.checks.speculation import unread_speculation
+from megatron_tlt.config.checks.speculation import unread_settings, unread_steps_warning
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.completions import read_completions
@@ -119,7 +119,8 @@ def _of_rl(config: Config) -> list[str]:
     own.append(reward_warning(config))
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
-    own += [unread_tools(config, tools), clip_warning(config.algorithm), *unread_speculation(config)]
+    own += [unread_tools(config, tools), clip_warning(config.algorithm), unread_steps_warning(config)]
+    own += unread_settings(config.rollout.speculation)
     long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 

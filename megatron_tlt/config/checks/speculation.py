@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.drafter_kinds import DRAFTERS, SETTINGS
+from megatron_tlt.config.drafter_kinds import DRAFTERS, SETTINGS, TRAINED_ONLY
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
@@ -38,21 +38,21 @@ def _check_bandit(bandit: BanditSection) -> Problems:
         yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")
 
 
-def unread_speculation(config: Config) -> list[str]:
-    """Warnings of settings of a trained drafter, or of its training, where there is none."""
-    section, found = config.rollout.speculation, []
-    if section.trained is None:
-        given = {name: getattr(section, name) for name in ("drafter_path", "draft_vocab_size", *SETTINGS)}
-        at = "rollout.speculation"
-        found = [
-            f"{at}.{name} = {value} has no effect with {at}.drafter = {section.drafter}"
-            for name, value in given.items()
-            if value is not None
-        ]
+def unread_settings(section: SpeculationSection) -> list[str]:
+    """Warnings of settings of a trained drafter where there is none."""
+    if section.trained is not None:
+        return []
+    at, given = "rollout.speculation", {name: getattr(section, name) for name in TRAINED_ONLY}
+    why = f"has no effect with {at}.drafter = {section.drafter}"
+    return [f"{at}.{name} = {value} {why}" for name, value in given.items() if value is not None]
+
+
+def unread_steps_warning(config: Config) -> str | None:
+    """The warning of micro-steps of a drafter that is not trained; None without any."""
     steps = config.idle.min_steps_per_window
-    if steps and not config.idle.train_drafter and config.trains:
-        found.append(f"idle.min_steps_per_window = {steps} has no effect with idle.train_drafter = false")
-    return found
+    if not steps or config.idle.train_drafter or not config.trains:
+        return None
+    return f"idle.min_steps_per_window = {steps} has no effect with idle.train_drafter = false"
 
 
 def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tlt.config.checks.speculation import check_idle, check_speculation, unread_speculation
+from megatron_tlt.config.checks.speculation import check_idle, check_speculation, unread_settings, unread_steps_warning
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 
@@ -39,15 +39,15 @@ def test_a_bandit_drafts_no_more_than_what_is_asked_for(draft_len, arms, is_refu
 )
 def test_settings_of_a_drafter_that_is_not_there_are_named(overrides, named):
     config = build_config({"model": {"path": "m"}}, [f"rollout.speculation.{text}" for text in overrides])
-    found = unread_speculation(config)
+    found = unread_settings(config.rollout.speculation)
     assert len(found) == len(named)
     assert all(f"rollout.speculation.{name}" in text for name, text in zip(named, found, strict=True))
 
 
 def test_steps_of_a_training_that_is_not_there_are_named():
-    for more, count in ((["idle.train_drafter=true", "rollout.speculation.drafter=eagle"], 0), ([], 1)):
-        config = build_config({"model": {"path": "m"}}, ["idle.min_steps_per_window=3", *more])
-        assert [text[:30] for text in unread_speculation(config)] == ["idle.min_steps_per_window = 3 "] * count
+    for given, is_named in ((["idle.train_drafter=true"], False), ([], True), (["idle.min_steps_per_window=0"], False)):
+        config = build_config({"model": {"path": "m"}}, ["idle.min_steps_per_window=3", *given])
+        assert (unread_steps_warning(config) is not None) == is_named
 
 
 @pytest.mark.parametrize(("drafter", "refused"), [("eagle", 3), ("eagle3", 2), ("dspark", 0)])
