@@ -94,7 +94,8 @@ def _slow_update(actor: ActorSection, device: Device | None) -> str | None:
 
 def _fp32_on_gpus(config: TrainingConfig, device: Device | None) -> str | None:
     """Of the default type on GPUs, where it costs most of their speed."""
-    rl, types = config.rl, {}
+    rl = config.rl
+    types: dict[str, str] = {}
     if rl is None or rl.trains:
         types["actor.dtype"] = config.actor.dtype
     if rl is not None:
