@@ -28,16 +28,17 @@ A configuration is a YAML file. `defaults: [other.yaml]` starts from other files
 key; lists are replaced, and maps by an empty one, `{}`). A relative path in a file counts from that file, on the
 command line from the working directory. Words on the command line override the file:
 `megatron-tlt train configs/quickstart.yaml train.num_steps=20 rollout.temperature=0.9
-data.train.tasks.0.weight=2`. Values are typed as in YAML 1.2: `true`/`false` are booleans, `on` and `no` are
-text, `1e-6` is a number; a text with ` #` needs quotes of its own (`'data.system_prompt="a #b"'`). A map, as in
-`'optimizer={lr: 1e-6, clip_grad: 0.5}'`, merges as one of a file does; an element of a list
+data.train.tasks.0.weight=2`. Values are typed as in YAML 1.2: `true`/`false` are booleans, `null` is none, `on` and
+`no` are text, `1e-6` is a number; a text with ` #` needs quotes of its own (`'data.system_prompt="a #b"'`). A map, as
+in `'optimizer={lr: 1e-6, clip_grad: 0.5}'`, merges as one of a file does; an element of a list
 (`'rewards.functions.0={name: math}'`) is replaced. A key may stand in a file once. An unknown key
 or a value out of range ends the command with every problem listed. `megatron-tlt check CONFIG` prints the place of
 each rank in the layout and its memory, with `--show-config` also the resolved file.
 
 A section begins with the settings that people change first, where it has more than a few. Of these a first run needs
 `model.path`, `data.train`, `rewards.functions`, `train.run_dir`, `train.num_steps`, `train.prompts_per_step`,
-`rollout.samples_per_prompt`, `rollout.max_tokens` and `optimizer.lr`; on GPUs also `distributed.device`.
+`rollout.samples_per_prompt`, `rollout.max_tokens` and `optimizer.lr`; on GPUs also `distributed.device`,
+`actor.dtype` and `rollout.dtype`.
 """
 
 _ELSEWHERE = """\

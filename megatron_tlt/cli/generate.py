@@ -203,6 +203,7 @@ def _checked_tokenizer(
     args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World
 ) -> HFTokenizer:
     """The model's tokenizer; rank 0 logs warnings of the input. Collective. Raises ConfigError with every problem."""
+    from megatron_tlt.config.checks.speculation import unread_settings
     from megatron_tlt.data.chat_template import TemplateSettings
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.drafters.checkpoint import drafter_warnings
@@ -233,6 +234,7 @@ def _checked_tokenizer(
             *warnings_of(tokenizer, model, args.chat and not args.ignore_eos, args.stop, "--stop"),
             *model_warnings(args.model),
             *drafter_warnings(engine.speculation, model),
+            *unread_settings(engine.speculation),
             None if env is None else environment_warning(env),
         ]
         for warning in filter(None, warnings):

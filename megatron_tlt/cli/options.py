@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,10 +27,15 @@ def add_config(parser: argparse.ArgumentParser, about: str = "YAML file") -> Non
 
 def read_config(args: argparse.Namespace, root: type[RootT]) -> RootT:
     """The configuration named by the arguments of `add_config`. Raises ConfigError with all problems."""
-    from megatron_tlt.config.load import load_config
+    return load_config(args.config, args.overrides, root)
+
+
+def load_config(path: Path, overrides: Sequence[str], root: type[RootT]) -> RootT:
+    """As `config.load.load_config`; rank 0 prints its notes."""
+    from megatron_tlt.config import load
 
     notes: list[str] = []
-    config = load_config(args.config, args.overrides, root, notes)
+    config = load.load_config(path, overrides, root, notes)
     if detect_launch().rank in (0, None):
         print("".join(f"megatron-tlt: warning: {printable(note)}\n" for note in notes), end="", file=sys.stderr)
     return config

@@ -10,7 +10,6 @@ from megatron_tlt.config.checks.files import output_file_problems, same_file_pro
 from megatron_tlt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron_tlt.config.root import Config
     from megatron_tlt.config.sim import SimConfig
 
 SIMULATION = rb'\{\n "schema": "megatron-tlt/simulation/'  # how the result begins
@@ -65,8 +64,9 @@ def _load(
     """The simulation on each number of `nodes`, its `modes` (none: the usual ones), and what was assumed to make it of
     a run's configuration.
     """
+    from megatron_tlt.cli.options import load_config
     from megatron_tlt.config.checks.sim import check_sim
-    from megatron_tlt.config.load import load_config
+    from megatron_tlt.config.root import Config
     from megatron_tlt.config.sim import SimConfig
     from megatron_tlt.config.yaml_reader import read_config_file
     from megatron_tlt.sim.modes import on_nodes
@@ -76,7 +76,7 @@ def _load(
         from megatron_tlt.sim.from_run import simulation_of, usual_modes
         from megatron_tlt.trainer.teacher import with_teacher_shape
 
-        run: Config = load_config(path, overrides)
+        run = load_config(path, overrides, Config)
         model = run.model.model_copy(update={"architecture": shape_of(run.model)})
         runs = on_nodes(with_teacher_shape(run.model_copy(update={"model": model})), nodes)
         modes = modes or usual_modes(runs, _MODES)

@@ -186,3 +186,4 @@ DRAFTERS = {
     )
 }
 SETTINGS = tuple(dict.fromkeys(name for facts in DRAFTERS.values() for name in facts.settings))
+TRAINED_ONLY = ("drafter_path", "draft_vocab_size", *SETTINGS)  # what only a trained drafter reads

@@ -21,6 +21,7 @@ class Here(NamedTuple):
     note: str = ""
 
 
+_IN_RL_STEPS = "there: optimizer steps, algorithm.mini_batches of them an RL step; here: RL steps"
 # Names with white space between them, each the end of its path there, or (`critic.*`) all that is below a part of it:
 # the longest end that is found decides.
 ELSEWHERE: tuple[tuple[str, Here], ...] = (
@@ -55,17 +56,24 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ),
     ("log_prob_max_token_len_per_gpu train_mb_tokens logprob_mb_tokens", Here("actor.micro_batch_tokens")),
     (
-        """ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu train_micro_batch_size logprob_batch_size
-        gradient_accumulation_steps""",
+        """ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu ppo_micro_batch_size log_prob_micro_batch_size
+        train_micro_batch_size logprob_batch_size gradient_accumulation_steps""",
         Here("actor.micro_batch_tokens", "here: tokens of a micro-batch; how many there are follows"),
     ),
     ("learning_rate optim.lr kwargs.lr", Here("optimizer.lr")),
-    ("lr_warmup_steps lr_warmup_iters", Here("optimizer.warmup_steps", "verl's -1: by the ratio")),
+    (
+        "lr_warmup_steps lr_warmup_iters",
+        Here(
+            "optimizer.warmup_steps",
+            "there: RL steps; here: optimizer steps, algorithm.mini_batches of them a step; verl's -1: by the ratio",
+        ),
+    ),
     ("lr_warmup_steps_ratio warmup_ratio", Here("optimizer.warmup_steps", "here: optimizer steps, not a share")),
     (
         "lr_scheduler_type warmup_style lr_decay_style",
         Here("optimizer.schedule", "here: constant, linear or cosine, after the warm-up"),
     ),
+    ("optim.min_lr", Here("optimizer.min_lr")),
     ("min_lr_ratio", Here("optimizer.min_lr", "here: a rate, not a share")),
     ("weight_decay", Here("optimizer.weight_decay")),
     ("adam_beta1 betas", Here("optimizer.beta1", "the second one is optimizer.beta2")),
@@ -80,9 +88,10 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("rollout.do_sample", Here("rollout.temperature", "0 is greedy")),
     ("stop_strings", Here("rollout.stop")),
     (
-        "engine_kwargs.vllm.* vllm_kwargs.* enable_chunked_prefill disable_log_stats",
+        "engine_kwargs.vllm.* vllm_kwargs.* enable_chunked_prefill",
         Here("rollout.vllm.engine", "a map of vLLM's arguments"),
     ),
+    ("disable_log_stats", Here("", "metrics.jsonl has the figures of rollouts")),
     ("enforce_eager", Here("rollout.graph_memory_mib", "here: MiB of graphs; 0: none")),
     ("update_weights_bucket_megabytes", Here("sync.bucket_mib")),
     ("nccl_timeout ddp_timeout", Here("distributed.timeout_s")),
@@ -129,9 +138,10 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("mask_truncated_completions overlong_filtering", Here("algorithm.mask_truncated")),
     (
         """vllm_importance_sampling_correction vllm_importance_sampling_cap use_importance_sampling_correction
-        tis_imp_ratio_cap""",
+        tis_imp_ratio_cap rollout_is rollout_is_threshold""",
         Here("algorithm.importance_cap", "0: off; not with vLLM"),
     ),
+    ("router_replay.mode", Here("actor.router_replay", "R3 is rollout here; there is no R2")),
     ("mask_offpolicy_in_partial_rollout", Here("algorithm.mask_off_policy")),
     (
         "ppo_mini_batch_size",
@@ -173,7 +183,8 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         "per_device_train_batch_size",
         Here("train.prompts_per_step", "there: responses of a device's micro-batch; here: prompts of a step"),
     ),
-    ("total_training_steps max_steps max_num_steps", Here("train.num_steps")),
+    ("total_training_steps max_num_steps", Here("train.num_steps")),
+    ("max_steps", Here("train.num_steps", _IN_RL_STEPS)),
     (
         "total_epochs num_train_epochs max_num_epochs",
         Here("train.num_steps", "here: steps, of train.prompts_per_step prompts; there are no epochs"),
@@ -183,7 +194,8 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         "default_local_dir output_dir checkpoint_dir log_dir experiment_name run_name wandb.name",
         Here("train.run_dir", "all files of a run are below it; its name is that of a run of W&B"),
     ),
-    ("test_freq eval_steps val_period", Here("eval.every", "RL steps")),
+    ("test_freq val_period", Here("eval.every", "RL steps")),
+    ("eval_steps", Here("eval.every", _IN_RL_STEPS)),
     ("eval_strategy val_before_train val_at_start", Here("eval.every", "also before the first step; 0: never")),
     ("max_val_samples val_max_samples", Here("eval.num_prompts")),
     (
@@ -193,7 +205,8 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("val_kwargs.n num_generations_eval", Here("eval.samples_per_prompt")),
     ("val_kwargs.top_k", Here("eval.top_k", "unset: the rollout's")),
     ("val_kwargs.top_p", Here("eval.top_p", "unset: the rollout's")),
-    ("save_freq save_steps save_period", Here("checkpoint.every", "RL steps")),
+    ("save_freq save_period", Here("checkpoint.every", "RL steps")),
+    ("save_steps", Here("checkpoint.every", _IN_RL_STEPS)),
     ("save_strategy checkpointing.enabled", Here("checkpoint.every", "0: after the last step and at a signal")),
     ("save_total_limit max_actor_ckpt_to_keep keep_top_k", Here("checkpoint.keep", "the newest ones")),
     ("async_save", Here("checkpoint.asynchronous")),
@@ -215,6 +228,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         Here("", "no reward model; a Python reward may call a service"),
     ),
     ("ppo_epochs num_iterations", Here("", "a step trains once on each response")),
+    ("kl_ctrl.type kl_ctrl.target_kl kl_ctrl.horizon", Here("", "algorithm.kl_coef stays as it is")),
     ("clip_ratio_c ratio_clip_c delta", Here("", "the ratio's loss has no bound for negative advantages")),
     (
         """use_dynamic_bsz log_prob_use_dynamic_bsz use_remove_padding sequence_packing.enabled dynamic_batching.enabled

@@ -5,9 +5,11 @@ A section has its engine's settings, their rules, and the facts that the memory 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, JsonValue, NonNegativeInt
 
 from megatron_tlt.config.base import FilePath, Section
 from megatron_tlt.config.drafter_kinds import vllm_layers_problem
@@ -18,13 +20,53 @@ if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
 
 
-# Arguments of vLLM that settings of other names give, and these settings.
+# Arguments of vLLM that settings of other names give, or that must be as they are, and why.
 _VLLM_ARGUMENTS = {
+    "model": "model.path has the policy",
+    "dtype": "rollout.dtype has the type",
+    "max_model_len": "data.max_prompt_tokens and rollout.max_tokens have the longest sequence",
+    "max_num_seqs": "rollout.max_running_requests has the most requests",
+    "max_num_batched_tokens": "rollout.max_batched_tokens has the tokens of a step",
+    "max_num_scheduled_tokens": "rollout.max_batched_tokens has the tokens of a step",
+    "kv_cache_memory_bytes": "rollout.kv_cache_mib has the size of the KV cache",
+    "gpu_memory_utilization": "rollout.kv_cache_mib has the size of the KV cache, in MiB",
+    "enable_sleep_mode": "rollout.release_cache turns it on",
+    "sleep_preserve_parameter_names": "rollout.release_cache sets it",
+    "enforce_eager": "rollout.graph_memory_mib = 0 turns graphs off",
+    "compilation_config": "rollout.graph_memory_mib = 0 turns graphs off; the plugin needs the rest as it is",
+    "speculative_config": "rollout.speculation has the drafter",
     "tensor_parallel_size": "rollout.tp has the ranks of an engine",
     "pipeline_parallel_size": "rollout.tp has the ranks of an engine",
     "data_parallel_size": "each rollout.tp ranks are an engine of their own",
+    "distributed_executor_backend": "this program's ranks are the workers",
+    "disable_custom_all_reduce": "a rank sees no GPU but its own, so it is off",
     "seed": "train.seed has the seed of responses",
     "worker_extension_cls": "this project's plugin is it",
+    "load_format": "the first weight sync brings the weights",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "enable_prefix_caching": "it is off: a prompt that is shared would have hidden states once",
+    "async_scheduling": "it is off: a step's tokens are known before the next one is scheduled",
+    "disable_log_stats": "they are off: metrics.jsonl has the figures of rollouts",
+}
+# The same of TensorRT-LLM.
+_TRTLLM_ARGUMENTS = {
+    "model": "model.path has the policy",
+    "dtype": "rollout.dtype has the type",
+    "max_seq_len": "model.max_context has the longest sequence",
+    "max_input_len": "model.max_context has the longest sequence",
+    "max_batch_size": "rollout.max_running_requests has the most requests",
+    "max_num_tokens": "rollout.max_batched_tokens has the tokens of a step",
+    "kv_cache_config": "rollout.trtllm.kv_cache_fraction has the share of the KV cache",
+    "cuda_graph_config": "rollout.graph_memory_mib = 0 turns graphs off",
+    "speculative_config": "rollout.speculation has the drafter",
+    "enable_sleep": "rollout.release_cache turns it on",
+    "sleep_config": "rollout.release_cache turns it on",
+    "tensor_parallel_size": "each rank is an engine of its own",
+    "backend": "it is pytorch, whose weights a weight sync can set",
+    "ray_worker_extension_cls": "this project's extension is it",
+    "skip_tokenizer_init": "prompts and responses are token ids",
+    "enable_chunked_prefill": "it is on: prompts may be longer than rollout.max_batched_tokens",
+    "enable_iter_perf_stats": "it is on: metrics.jsonl has the figures of rollouts",
 }
 
 
@@ -35,14 +77,18 @@ class EngineProcessSection(Section):
     gathers_logits: ClassVar[bool] = False  # every rank has all logits, and draws from them in chunks
     sleeps: ClassVar[bool] = False  # `release_cache` also gives weights back, on CUDA only
     note: ClassVar[str | None] = None  # a line of `check`'s report
+    taken: ClassVar[Mapping[str, str]] = MappingProxyType({})  # arguments that `engine` cannot have, and why
 
     python: str | None
-    engine: dict[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """More arguments of the engine by its own names, passed as they are."""
+    engine: dict[str, JsonValue] = Field(default_factory=dict)
+    """More arguments of the engine by its own names, passed as they are. `check` refuses those that other settings
+    give."""
 
     def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
         """Settings that the engine cannot run with, beyond its `BackendCapabilities`."""
-        yield from ()
+        for name in sorted(self.engine.keys() & self.taken.keys()):
+            path = f"rollout.{config.rollout.backend}.engine.{name}"
+            yield ConfigProblem(path, self.engine[name], f"must not be set: {self.taken[name]}")
 
 
 class VllmSection(EngineProcessSection):
@@ -51,6 +97,7 @@ class VllmSection(EngineProcessSection):
     seed and policy only, with any drafter and with none (docs/reference/engines.md)."""
 
     loads_experts_whole = gathers_logits = sleeps = True
+    taken = MappingProxyType(_VLLM_ARGUMENTS)
     kv_block: ClassVar[int] = 128  # tokens: vLLM's own block of the cache on CPUs, a multiple of those on GPUs
 
     python: Annotated[str | None, FilePath()] = None
@@ -62,9 +109,7 @@ class VllmSection(EngineProcessSection):
     of kind eagle."""
 
     def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
-        for name, instead in _VLLM_ARGUMENTS.items():
-            if name in self.engine:
-                yield ConfigProblem(f"rollout.vllm.engine.{name}", self.engine[name], f"must not be set: {instead}")
+        yield from super().problems(config, shape, device)
         speculation = config.rollout.speculation
         has_bandit = speculation.drafter != "none" and speculation.selector == "beg_mab"
         if has_bandit and set(speculation.bandit.arms) == {0}:
@@ -90,6 +135,7 @@ class TrtllmSection(EngineProcessSection):
     docs/guides/trtllm.md sets it up. Its responses depend on the machine's timing, with speculation and without, and
     have the same distribution."""
 
+    taken = MappingProxyType(_TRTLLM_ARGUMENTS)
     note = "TensorRT-LLM engines are experimental: they have run around a toy engine only (docs/guides/trtllm.md)"
 
     python: Annotated[str | None, FilePath()] = None
@@ -98,6 +144,7 @@ class TrtllmSection(EngineProcessSection):
     """Share of the GPU memory left beside the engine's weights that its KV cache takes."""
 
     def problems(self, config: Config, shape: ArchitectureConfig | None, device: str | None) -> Problems:
+        yield from super().problems(config, shape, device)
         rollout = config.rollout
         if rollout.numerics != "default":
             allowed = "must be 'default' with rollout.backend: trtllm, whose responses depend on the batch"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import re
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from ruamel.yaml import YAML
 
 from megatron_tlt.config.base import IN_WORDS, Section
 from megatron_tlt.config.checks.speculation import check_speculation
-from megatron_tlt.config.checks.texts import check_texts, switches_as_text
+from megatron_tlt.config.checks.texts import check_nulls, check_texts, switches_as_text
 from megatron_tlt.config.elsewhere import Here, leaves, name_here
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.paths import resolve_paths
@@ -28,7 +27,14 @@ from megatron_tlt.config.schema import (
     nearest_path,
     section_of,
 )
-from megatron_tlt.config.yaml_reader import DEFAULTS_KEY, deep_merge, has_comment, parse_yaml, read_config_file
+from megatron_tlt.config.yaml_reader import (
+    DEFAULTS_KEY,
+    deep_merge,
+    has_comment,
+    parse_yaml,
+    read_config_file,
+    unshared,
+)
 from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import BackendName
 
@@ -67,7 +73,7 @@ def build_config(
     notes: list[str] | None = None,
 ) -> RootT:
     """Like `load_config`, from a mapping in memory; `values` is not changed. Raises ConfigError."""
-    tree = copy.deepcopy(values)
+    tree = unshared(values)
     problems: list[ConfigProblem] = []
     for override in overrides:
         try:
@@ -84,6 +90,8 @@ def build_config(
         config = root.model_validate(tree)
     except ValidationError as error:
         problems += _explain(error, root)
+    else:
+        problems += check_nulls(config)
     if problems:
         raise ConfigError(problems)
     notes.extend(switches_as_text(config))

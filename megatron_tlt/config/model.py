@@ -63,7 +63,8 @@ class ModelSection(Section):
     directory with latest_checkpointed_iteration.txt, or the one with the shards; what
     `tools/convert_hf_to_megatron.py` writes is good as `path`, too."""
     architecture: ArchitectureConfig | None = None
-    """Expected shape. Used by `check` when `path` is not on this machine; where it is, both must agree."""
+    """Expected shape, which `check` plans where it can read no config.json of `path`, neither on this machine nor on
+    the hub; where it can, both must agree."""
     max_context: PositiveInt = Field(default=4096)
     """Longest prompt + response in tokens."""
 

@@ -14,6 +14,7 @@ from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.base import FilePath, OnDisk, OpenMapping, Section
 from megatron_tlt.config.data import DataSection, RewardSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.drafter_kinds import TRAINED_ONLY
 from megatron_tlt.config.env import EnvSection
 from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ArchitectureConfig, ModelSection
@@ -198,7 +199,8 @@ class Config(TrainingConfig):
 
 def without_tlt(config: Config) -> Config:
     """The run that TLT is compared with, which configs/tlt-off.yaml makes: no drafts, no training of a drafter."""
-    speculation = config.rollout.speculation.model_copy(update={"drafter": "none", "draft_vocab_size": None})
+    unread: dict[str, object] = dict.fromkeys(TRAINED_ONLY)
+    speculation = config.rollout.speculation.model_copy(update={"drafter": "none", **unread})
     rollout = config.rollout.model_copy(update={"speculation": speculation})
     idle = config.idle.model_copy(update={"train_drafter": False, "pre_rollout": False})
     return config.model_copy(update={"rollout": rollout, "idle": idle})

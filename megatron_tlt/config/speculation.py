@@ -66,7 +66,7 @@ class SpeculationSection(Section):
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
     decoding is faster. Its trials of other draft lengths take 1 % of the time, the first ones more."""
     draft_len: PositiveInt = Field(default=11, le=32)
-    """Most tokens drafted in a row."""
+    """Most tokens drafted in a row. beg_mab takes those of bandit.arms: less than the largest of them is refused."""
     suffix: SuffixSection = SuffixSection()
     """The suffix drafter."""
     bandit: BanditSection = BanditSection()

@@ -37,7 +37,7 @@ def parse_yaml(text: str, where: str) -> Any:
         raise ConfigError.of(where, text[:40], f"not valid YAML: {' '.join(str(error).split())}") from error
     if count > _MOST_VALUES:
         raise ConfigError.of(where, text[:40], f"has more than {_MOST_VALUES} values, aliases written out")
-    return value
+    return unshared(value)
 
 
 def _place_of(error: MarkedYAMLError, text: str) -> tuple[int, str]:
@@ -68,6 +68,13 @@ def _count(value: Any, known: dict[int, int]) -> int:
         inner = value.values() if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_count(part, known) for part in inner)
     return known[id(value)]
+
+
+def unshared(value: Any) -> Any:
+    """A copy with no map or list at two places, as an alias of YAML puts it there: an override changes one place."""
+    if isinstance(value, dict):
+        return {key: unshared(inner) for key, inner in value.items()}
+    return [unshared(inner) for inner in value] if isinstance(value, list) else value
 
 
 def deep_merge(base: Any, over: Any) -> Any:

@@ -152,15 +152,17 @@ def fetch(names: Sequence[Named], ranks: Ranks, recorded: dict[str, str] | None 
     return {field: Path(directory) for field, directory in results[leader][0].items()}
 
 
-def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
+def cached(config: RootT) -> tuple[RootT, dict[str, str], list[str], list[ConfigProblem]]:
     """For `check`: downloads only cards of data sets and config.json of models, and works without a network.
 
-    Returns the configuration with a directory for every name whose files are all in the cache, a line for each of the
-    others, and a problem for each name that the hub refuses, or that is all there is of the model.
+    Returns the configuration with a directory for every name whose files are all in the cache; of each other model the
+    directory of its config.json, by field; a line for each of the others; and a problem for each name that the hub
+    refuses, or that is all there is of the model.
     """
     lines: list[str] = []
     problems: list[ConfigProblem] = []
     directories: dict[str, str] = {}
+    described: dict[str, str] = {}
     recorded = _recorded(config, None)
     for named in names_of(config):
         unknown: list[ConfigProblem] = []
@@ -169,13 +171,15 @@ def cached(config: RootT) -> tuple[RootT, list[str], list[ConfigProblem]]:
             directory = _cached(named, commit, _files(named, commit))
             if directory is None:
                 lines.append(f"to be fetched from {endpoint()}: {named.text} (commit {commit[:12]})")
+                if named.content != "rows" and (folder := _cached(named, commit, ["config.json"])) is not None:
+                    described[named.field] = folder
             else:
                 directories[named.field] = directory
         if unknown and named.field == "model.path" and config.model.architecture is None:
             problems += unknown  # nothing says what is planned
         elif unknown:
             lines.append(f"to be fetched from {endpoint()}: {named.text} ({unknown[0].allowed})")
-    return _with_values(config, directories), lines, problems
+    return _with_values(config, directories), described, lines, problems
 
 
 def with_names(config: RootT) -> RootT:

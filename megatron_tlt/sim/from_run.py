@@ -156,6 +156,9 @@ def _assumed(config: Config) -> Iterator[str]:
     if _scores_with_teacher(config) and config.algorithm.teacher_shape is None:
         teacher = config.algorithm.teacher
         yield f"the teacher's pass costs one of the policy: algorithm.teacher = {teacher!r} is not on this machine"
+    for name, dtype in (("rollout.dtype", config.rollout.dtype), ("actor.dtype", config.actor.dtype)):
+        if dtype != "bf16":
+            yield f"a forward costs what it does in bf16: {name} = {dtype}"
 
 
 def _logprob_passes(config: Config) -> int:

@@ -13,12 +13,14 @@ from megatron_tlt.checkpoint.resume import removal_warning, schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import (
+    clip_warning,
     kl_estimator_warning,
     learning_rate_warning,
     ratio_warning,
     warmup_warning,
     without_effect,
 )
+from megatron_tlt.config.checks.speculation import unread_settings, unread_steps_warning
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.completions import read_completions
@@ -44,6 +46,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     found = _of_model(config)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
     own += [
+        _fp32_on_gpus(config, device),
         _unread_modules(config.actor),
         learning_rate_warning(config, shape_of(config.model)),
         warmup_warning(config),
@@ -92,6 +95,20 @@ def _slow_update(actor: ActorSection, device: Device | None) -> str | None:
     return "actor.dtype = bf16: this processor has no products of bf16, its updates take some 5 times those of fp32"
 
 
+def _fp32_on_gpus(config: TrainingConfig, device: Device | None) -> str | None:
+    """Of the default type on GPUs, where it costs most of their speed."""
+    rl = config.rl
+    types: dict[str, str] = {}
+    if rl is None or rl.trains:
+        types["actor.dtype"] = config.actor.dtype
+    if rl is not None:
+        types["rollout.dtype"] = rl.rollout.dtype
+    if device != "cuda" or "fp32" not in types.values():
+        return None
+    given = ", ".join(f"{name} = {dtype}" for name, dtype in types.items())
+    return f"{given}: on GPUs fp32 takes twice the memory of bf16 and several times its time; set {' and '.join(types)}"
+
+
 def _unread_modules(actor: ActorSection) -> str | None:
     """Of modules to compute again where nothing is. A recipe may set them, so this is no problem."""
     if actor.recompute != "none" or actor.recompute_modules == ActorSection().recompute_modules:
@@ -106,7 +123,8 @@ def _of_rl(config: Config) -> list[str]:
     own += [None if config.env is None else environment_warning(config.env), reward_warning(config)]
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
-    own.append(unread_tools(config, tools))
+    own += [unread_tools(config, tools), clip_warning(config.algorithm), unread_steps_warning(config)]
+    own += unread_settings(config.rollout.speculation)
     long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 

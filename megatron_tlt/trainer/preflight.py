@@ -79,11 +79,12 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     `render_check`.
     """
     num_ranks = ranks if ranks is not None else config.cluster.num_ranks
-    config, to_fetch, problems = cached(config)
-    config = with_teacher_shape(config)
+    config, described, to_fetch, problems = cached(config)
+    config = with_teacher_shape(config, described.get("algorithm.teacher"))
+    folder = described.get("model.path")
     named = {name.field for name in names_of(config)}
     missing = [problem for problem in missing_files(config) if problem.path not in named]
-    problems += _problems(config, num_ranks, None) + _problems_of_large_files(config, None)
+    problems += _problems(config, num_ranks, None, folder) + _problems_of_large_files(config, None)
     problems = problems or turn_problems(config)
     rl = config.rl
     prompt = None if problems or rl is None else _first_prompt(rl)
@@ -98,11 +99,9 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     problems += place_problems(config, must_be_writable=False)
     if problems:
         raise ConfigError(sorted(problems, key=lambda problem: problem.path.startswith("cluster.")))
-    absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing]
-    if rl is not None and rl.algorithm.name == "distill" and not rl.algorithm.teacher_shape:
-        absent.append("warning: the memory plan lacks the teacher, whose config.json is not here")
-    model, _ = read_model("model.path", config.model.path)
+    model, _ = read_model("model.path", folder or config.model.path)
     shape = None if model is None else model.architecture
+    absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing] + _not_compared(config, shape)
     device = resolve_device(config, None)
     judged = [] if rl is None else _judged(rl, prompt)
     warnings = [f"warning: {text}" for text in [*input_warnings(config, device), *_unseen_drafter(config, shape)]]
@@ -122,6 +121,17 @@ def _judged(config: Config, prompt: Prompt | None) -> list[str]:
     played = "Environment: a scripted episode was the same three times, in two processes"
     tried = [] if prompt is None else ["" if config.env is None else played, trial_line(config.rewards, prompt)]
     return [*filter(None, [correct_line(config.rewards), *tried])]
+
+
+def _not_compared(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:
+    """What the memory plan rests on without a model's config.json; `shape`: as model.path has it."""
+    found = []
+    if shape is None:
+        found.append("warning: the plan is of model.architecture, not compared with model.path")
+    rl = config.rl
+    if rl is not None and rl.algorithm.name == "distill" and not rl.algorithm.teacher_shape:
+        found.append("warning: the memory plan lacks the teacher, whose config.json is not here")
+    return found
 
 
 def _unseen_drafter(config: TrainingConfig, shape: ArchitectureConfig | None) -> list[str]:
@@ -203,11 +213,16 @@ def _first_prompt(config: Config) -> Prompt | None:
     return Prompt(0, row.dataset_id, (), row.prompt, row.answer, row.task, row.metadata, seed=1)
 
 
-def _problems(config: TrainingConfig, num_ranks: int, device: Device | None) -> list[ConfigProblem]:
-    model, unreadable = read_model("model.path", config.model.path)
+def _problems(
+    config: TrainingConfig, num_ranks: int, device: Device | None, described: str | None = None
+) -> list[ConfigProblem]:
+    """Of everything but large files. `described`: the directory of the model's config.json, where the model is not
+    here.
+    """
+    model, unreadable = read_model("model.path", described or config.model.path)
     shape, positions = (None, None) if model is None else (model.architecture, model.max_position_embeddings)
     found = find_problems(config, shape, num_ranks, device, positions)
-    if not missing_model(config):
+    if described or not missing_model(config):
         found += unreadable
     if config.rl is not None:
         found += teacher_problems(config.rl) + wandb_problems(config.rl.observe.wandb_project)

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 _FIELD = "algorithm.teacher"
 
 
-def with_teacher_shape(config: RootT) -> RootT:
-    """`config` with `algorithm.teacher_shape` of a teacher that is on this machine and can be read."""
-    if config.rl is None or (model := teacher_shape(config.rl)) is None:
+def with_teacher_shape(config: RootT, described: str | None = None) -> RootT:
+    """`config` with `algorithm.teacher_shape` of a teacher that is on this machine and can be read. `described`: the
+    directory of its config.json, where the rest of it is not here.
+    """
+    if config.rl is None or (model := _read(described or config.rl.algorithm.teacher)[0]) is None:
         return config
     algorithm = config.rl.algorithm.with_teacher_shape(model.architecture)
     return config.model_copy(update={"algorithm": algorithm})
@@ -26,7 +28,7 @@ def with_teacher_shape(config: RootT) -> RootT:
 
 def teacher_shape(config: Config) -> ModelConfig | None:
     """The description of a teacher that is on this machine and can be read."""
-    return _read(config)[0]
+    return _read(config.algorithm.teacher)[0]
 
 
 def teacher_problems(config: Config) -> list[ConfigProblem]:
@@ -34,7 +36,7 @@ def teacher_problems(config: Config) -> list[ConfigProblem]:
     weights.
     """
     path = config.algorithm.teacher
-    model, problems = _read(config)
+    model, problems = _read(path)
     if model is None or path is None:
         return problems
     if (most := model.max_position_embeddings) < config.model.max_context:
@@ -43,9 +45,8 @@ def teacher_problems(config: Config) -> list[ConfigProblem]:
     return problems + _tokenizer_problems(config, path)
 
 
-def _read(config: Config) -> tuple[ModelConfig | None, list[ConfigProblem]]:
+def _read(path: str | None) -> tuple[ModelConfig | None, list[ConfigProblem]]:
     """The teacher's description; None without a teacher here, or with the reason why it cannot be read."""
-    path = config.algorithm.teacher
     if path is None or not Path(path).exists():
         return None, []
     try:

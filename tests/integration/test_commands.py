@@ -93,13 +93,14 @@ def tuning(run):
     folder = run / "sft"
     folder.mkdir()
     records = "".join(json.dumps({"prompt": f"say {i}", "completion": "aeiou"}) + "\n" for i in range(40))
-    (folder / "data.jsonl").write_text(records)
+    for name in ("data.jsonl", "held-out.jsonl"):
+        (folder / name).write_text(records)
     tree = {
         "model": {"path": str(run / "model"), "max_context": 64},
         "optimizer": {"lr": 1e-2},
         "sft": {
             "train_path": str(folder / "data.jsonl"),
-            "eval_path": str(folder / "data.jsonl"),
+            "eval_path": str(folder / "held-out.jsonl"),
             "out": str(folder / "out"),
             "num_steps": 8,
             "tokens_per_step": 200,

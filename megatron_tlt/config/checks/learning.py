@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from megatron_tlt.config.actor import MLP_TARGETS, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.data import UNREAD, PromptSourceConfig, RewardConfig
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.paths import FORMATS, has_form_of_name
 from megatron_tlt.config.planning.parameters import total_parameters
-from megatron_tlt.config.root import Config, TrainingConfig
+from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
 FULL_TRAINING_LR = 5e-6  # the recipes that train all weights have 5e-7 to 1e-6, reports up to 5e-6
 # Of all weights: GRPO of 135M parameters learns at 2e-5, at 5e-5 in some tasks, and at 2e-4 loses all.
 USUAL_RL_LR, HIGHEST_RL_LR = 2e-5, 5e-5
+_TOKEN_CLIP = 0.01  # the least clip of a token's ratio; gspo's clips of a response's mean are some 3e-4
 SMALL_MODEL = 50_000_000  # parameters: smaller models learn at higher rates
+_COMMIT = re.compile(r"/snapshots/[0-9a-f]{40}$")  # of a repository's directory in the hub's cache
 # Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
 
@@ -107,10 +112,28 @@ def check_data(config: Config) -> Problems:
         yield ConfigProblem("eval.samples_per_prompt", samples, allowed)
     if held_out is None or train is UNREAD:
         return
-    place = train.path, train.subset, train.split or "train"
-    if train.kind != "tasks" and place[0] and place == (held_out.path, held_out.subset, held_out.split or "train"):
+    both = [(_rows(s.path), s.subset, s.split or "train") for s in (train, held_out) if s.path is not None]
+    if train.kind != "tasks" and len(both) == 2 and both[0] == both[1]:
         allowed = "must differ from data.train.path (or in its split), or evaluation uses the training prompts"
         yield ConfigProblem("data.eval.path", held_out.path, allowed)
+
+
+def check_records(section: SftSection | None) -> Problems:
+    """Held-out records of fine-tuning are not those that are trained on."""
+    files = [] if section is None else section.files
+    # Of a file all records are read, whatever the split.
+    is_file = [path.endswith(FORMATS) or Path(path).is_file() for _, path, _ in files]
+    both = [(_rows(path), None if whole else split) for (_, path, split), whole in zip(files, is_file, strict=True)]
+    if len(both) == 2 and both[0] == both[1]:
+        allowed = "must differ from sft.train_path (or in its split), or evaluation uses the training records"
+        yield ConfigProblem("sft.eval_path", files[1][1], allowed)
+
+
+def _rows(path: str) -> str:
+    """A path, or a name on the hub, in one spelling: without links, and without the revision."""
+    if has_form_of_name(path) and not os.path.lexists(path):
+        return path.partition("@")[0]
+    return _COMMIT.sub("", os.path.realpath(path))
 
 
 def _check_source(path: str, source: PromptSourceConfig, has_env: bool) -> Problems:
@@ -240,6 +263,18 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
         f"{given} high for RL of {what} of {total_parameters(shape):.3g} parameters, usually 1e-6 to {usual:g}: the "
         "policy may lose what it knows in a few steps. The 2e-4 of configs/quickstart.yaml is for 2.4M parameters"
     )
+
+
+def clip_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning where a clip of tokens' ratios is given for responses' ratios, or the other way round; None else."""
+    is_gspo = algorithm.name == "gspo"
+    given = {"low": algorithm.ratio_clip_low, "high": algorithm.ratio_clip_high}
+    wrong = {side: clip for side, clip in given.items() if clip is not None and (clip >= _TOKEN_CLIP) == is_gspo}
+    if not wrong or algorithm.mini_batches == 1:  # one update: every ratio is 1
+        return None
+    clips = ", ".join(f"algorithm.ratio_clip_{side} = {clip:g}" for side, clip in wrong.items())
+    whose = "a whole response's ratio, usually at 3e-4 and 4e-4" if is_gspo else "a token's ratio, usually at 0.2"
+    return f"{clips}: {algorithm.name} clips {whose}; null takes the algorithm's own"
 
 
 def warmup_warning(config: TrainingConfig) -> str | None:

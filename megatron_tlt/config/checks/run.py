@@ -27,6 +27,7 @@ from megatron_tlt.config.checks.learning import (
     check_data,
     check_lora,
     check_optimizer,
+    check_records,
     check_rewards,
 )
 from megatron_tlt.config.checks.memory import check_memory
@@ -82,7 +83,8 @@ def check_config(
         *check_stop(config),
     ]
     if config.rl is None:
-        return [*problems, *_check_replay(config), *check_positions(config.model.max_context, max_positions)]
+        found = [*problems, *_check_replay(config), *check_records(config.records)]
+        return [*found, *check_positions(config.model.max_context, max_positions)]
     return [*problems, *_check_rl(config.rl, shape, num_ranks, device, max_positions)]
 
 

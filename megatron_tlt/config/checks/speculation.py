@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.drafter_kinds import DRAFTERS, SETTINGS
+from megatron_tlt.config.drafter_kinds import DRAFTERS, SETTINGS, TRAINED_ONLY
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
@@ -24,6 +24,10 @@ def check_speculation(section: SpeculationSection, has_drafter: bool = False) ->
         yield ConfigProblem(f"{at}.drafter_path", None, allowed)
     if section.selector == "beg_mab" and section.drafter != "none":
         yield from _check_bandit(section.bandit)
+        largest = max(section.bandit.arms, default=0)
+        if section.draft_len != SpeculationSection().draft_len and section.draft_len < largest:
+            allowed = f"must be >= {largest}, the largest of {at}.bandit.arms, which selector: beg_mab drafts instead"
+            yield ConfigProblem(f"{at}.draft_len", section.draft_len, allowed)
 
 
 def _check_bandit(bandit: BanditSection) -> Problems:
@@ -32,6 +36,23 @@ def _check_bandit(bandit: BanditSection) -> Problems:
         yield ConfigProblem(f"{at}.arms", list(bandit.arms), "must be one arm at least, none twice")
     if not bandit.thresholds or any(b <= a for a, b in pairwise(bandit.thresholds)):
         yield ConfigProblem(f"{at}.thresholds", list(bandit.thresholds), "must rise")
+
+
+def unread_settings(section: SpeculationSection) -> list[str]:
+    """Warnings of settings of a trained drafter where there is none."""
+    if section.trained is not None:
+        return []
+    at, given = "rollout.speculation", {name: getattr(section, name) for name in TRAINED_ONLY}
+    why = f"has no effect with {at}.drafter = {section.drafter}"
+    return [f"{at}.{name} = {value} {why}" for name, value in given.items() if value is not None]
+
+
+def unread_steps_warning(config: Config) -> str | None:
+    """The warning of micro-steps of a drafter that is not trained; None without any."""
+    steps = config.idle.min_steps_per_window
+    if not steps or config.idle.train_drafter or not config.trains:
+        return None
+    return f"idle.min_steps_per_window = {steps} has no effect with idle.train_drafter = false"
 
 
 def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:

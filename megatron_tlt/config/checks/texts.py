@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from megatron_tlt.config.base import Section
+from megatron_tlt.config.schema import strip_optional
 from megatron_tlt.errors import ConfigProblem, Problems
 
 _SWITCHES = ("yes", "no", "on", "off", "true", "false")
+_NULLS = ("none", "null")  # in lower case, as other languages and quotes make them
+_VARIABLE = re.compile(r"\$\{[^{}]*\}")  # of OmegaConf or a shell
 
 
 def check_texts(value: object, path: str = "") -> Problems:
@@ -28,6 +32,25 @@ def check_texts(value: object, path: str = "") -> Problems:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from check_texts(item, f"{path}.{index}")
+
+
+def check_nulls(section: Section, path: str = "") -> Problems:
+    """Texts that were meant as no text: `None` of Python, or a variable that nothing replaces, in fields that may be
+    null. A variable in a path is refused before.
+    """
+    for name, field in type(section).model_fields.items():
+        value, at = getattr(section, name), f"{path}.{name}".lstrip(".")
+        if isinstance(value, Section):
+            yield from check_nulls(value, at)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, Section):
+                    yield from check_nulls(item, f"{at}.{index}")
+        elif isinstance(value, str) and strip_optional(field.annotation)[2]:
+            if value.lower() in _NULLS:
+                yield ConfigProblem(at, value, "is this text; for none write null, without quotes")
+            elif _VARIABLE.fullmatch(value):
+                yield ConfigProblem(at, value, "is a variable, which is not replaced: write the value, or null")
 
 
 def switches_as_text(value: object, path: str = "", is_open: bool = False) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_tlt.config.checks.layout import Device, resolve_device
 from megatron_tlt.config.checks.pre_rollouts import NO_EVALUATIONS, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.drafter_kinds import BlockFacts
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.disk import disk_lines
 from megatron_tlt.config.planning.memory import KV, RankMemory, estimate_memory, node_host_bytes
@@ -122,7 +123,20 @@ def _engines(config: Config, num_ranks: int) -> list[str]:
     first = f"Rollout engines: {count} of {size} {each}: {shown}"
     note = getattr(config.rollout.engine_process, "note", None)
     notes = [f"  {note}"] if note else []
-    return [first, *notes, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
+    drafts = _speculation(config)
+    return [first, *notes, drafts, *_idle(config, num_ranks), _evaluations(config), *_without_effect(config)]
+
+
+def _speculation(config: Config) -> str:
+    """What drafts in rollouts, how much and by which choice."""
+    section, start, most = config.rollout.speculation, "", config.rollout.speculation.longest_draft
+    if section.drafter == "none":
+        return "  drafts: none"
+    if (drafter := section.trained) is not None:
+        start = " (new, from the policy)" if section.drafter_path is None else f" of {section.drafter_path}"
+        most = min(most, drafter.block_size) if isinstance(drafter, BlockFacts) else most
+    choice = f", {section.selector}" if CAPABILITIES[config.rollout.backend].selectors else ""
+    return f"  drafts: {section.drafter}{start}, up to {most} tokens{choice}"
 
 
 def _idle(config: Config, num_ranks: int) -> list[str]:

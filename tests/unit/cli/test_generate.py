@@ -16,6 +16,7 @@ from megatron_tlt.backends import build
 from megatron_tlt.cli.generate import _checked_tokenizer, _prompt_warnings, generate_file
 from megatron_tlt.cli.main import _parser
 from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.data.prompts import EnvPrompts, file_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.together import SingleProcess
@@ -113,6 +114,23 @@ def test_a_tokenizer_that_cannot_be_used_is_a_problem_of_the_model(tmp_path: Pat
     words = ["generate", "--model", str(model), "--prompts", str(tmp_path / "p.jsonl"), "--out", "o"]
     with pytest.raises(ConfigError, match=r"^--model = .*generation_config\.json: eos_token_id = '<\|end\|>' must be"):
         _checked_tokenizer(_parser().parse_args(words), RolloutSection(), None, SingleProcess())
+
+
+def test_a_drafter_that_no_kind_reads_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """`rollout.speculation.drafter_path=DIR` alone drafts nothing."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    words = [
+        "generate",
+        "--model",
+        str(ROOT / "assets/demo-policy"),
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+        "--out",
+        "o",
+    ]
+    engine = RolloutSection(speculation=SpeculationSection(drafter_path="d"))
+    _checked_tokenizer(_parser().parse_args(words), engine, None, SingleProcess())
+    assert "rollout.speculation.drafter_path = d has no effect with rollout.speculation.drafter = none" in caplog.text
 
 
 def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_line(

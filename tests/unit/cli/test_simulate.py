@@ -38,8 +38,9 @@ def test_settings_of_idle_that_no_mode_has_are_named(capsys):
 
 def test_a_run_is_simulated_with_the_shape_in_its_models_files(capsys):
     small = ["cluster.memory_gib=80", "rollout.max_tokens=64", "train.prompts_per_step=8", "--compare", "off"]
-    assert main(["simulate", "configs/quickstart.yaml", *small]) == 0
-    assert "Mean steps" in capsys.readouterr().out
+    assert main(["simulate", "configs/quickstart.yaml", *small, "data.chat_template_kwargs.a=no"]) == 0
+    said = capsys.readouterr()
+    assert "Mean steps" in said.out and "kwargs.a = 'no' is a text, not a switch" in said.err
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,11 @@ def test_recipes_roll_out_in_vllm(path):
     assert "no effect with vllm: algorithm.importance_cap" in render_check(vllm, None, ranks)
 
 
+def test_another_algorithm_over_a_recipe_has_its_own_clips():
+    algorithm = load_config(ROOT / "configs/recipes/dapo-qwen2.5-32b-8n8g.yaml", ["algorithm.name=gspo"]).algorithm
+    assert (algorithm.ratio_clip_low, algorithm.ratio_clip_high) == (None, None)
+
+
 @pytest.mark.parametrize("path", [*RECIPES, ROOT / "configs/quickstart.yaml"], ids=label)
 def test_tlt_is_turned_off_by_one_file(path):
     """The plan of both stands in one line."""

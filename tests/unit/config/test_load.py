@@ -100,6 +100,32 @@ def test_overrides_reach_into_lists(index):
 
 
 @pytest.mark.parametrize(
+    ("field", "text", "says"),
+    [
+        ("data.system_prompt", "None", "write null"),
+        ("data.train.subset", "'null'", "write null"),
+        ("drafter.responses_path", "none", "write null"),
+        ("rewards.functions.0.pattern", "None", "write null"),
+        ("observe.wandb_project", "'${oc.env:PROJ}'", "is not replaced"),
+    ],
+)
+def test_a_text_that_stands_for_no_text_is_refused_where_a_field_may_be_null(field, text, says):
+    values = BASE | {"rewards": {"functions": [{"name": "math"}]}}
+    assert says in problems(values, f"{field}={text}")[field]
+    assert build_config(values, [f"{field}=null"]) and build_config(values, ["data.system_prompt=None of ${it}"])
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_an_override_changes_one_of_the_places_of_an_alias(tmp_path, is_file):
+    """The training tasks are not the held-out ones, also where a file or an override writes them once."""
+    data = "{train: {tasks: &t [{name: a, params: {x: 1}}]}, eval: {tasks: *t}}"
+    file = write(tmp_path, "a.yaml", f"model: {{path: m}}\ndata: {data if is_file else '{}'}\n")
+    own = [] if is_file else [f"data={data}"]
+    data = load_config(file, [*own, "data.train.tasks.0.params.x=9"]).data
+    assert [source.tasks[0].params for _, source in data.sources] == [{"x": 9}, {"x": 1}]
+
+
+@pytest.mark.parametrize(
     ("override", "nearest"),
     [
         ("rollout.temprature=1", "rollout.temperature"),

@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from megatron_tlt.cli import drafter, evaluate, generate
 from megatron_tlt.cli.main import main
 from megatron_tlt.config.load import build_config, load_config
+from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.run import UNFINISHED
@@ -27,6 +28,7 @@ from megatron_tlt.data.hub import cached, fetch_argument, hub_name, is_name, nam
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.state_file import drafter_state_writer
 from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.models.hf.config import shape_of
 from megatron_tlt.trainer.drafter_training import _STATE, training_settings
 from megatron_tlt.trainer.run_record import write_config
 from tests.helpers import thread_ranks
@@ -363,6 +365,10 @@ def test_check_says_what_would_be_fetched_and_fetches_where_it_is_asked_to(
     assert f"to be fetched from {hub.url}: model.path = a/policy (commit {commit})" in said
     assert "data.train.path = a/rows (commit " in said
     assert "not on this machine" not in said and not hub.fetched("safetensors")
+    assert "Memory of a rank, estimated" in said, "of the shape in config.json, which has been fetched"
+    other = shape_of(ModelSection(path=str(ROOT / "assets/demo-policy"))).model_copy(update={"hidden_size": 64})
+    assert main([*command, f"model.architecture={json.dumps(other.model_dump(mode='json'))}"]) == 2
+    assert "model.architecture.hidden_size = 64: contradicts a/policy, which has" in capsys.readouterr().err
     assert main([*command, "--fetch"]) == 0
     assert "to be fetched" not in capsys.readouterr().out and len(hub.fetched("/model.safetensors")) == 1
     assert main([*command, "model.path=no/where"]) == 2

@@ -72,6 +72,10 @@ def test_what_a_simulation_leaves_out_of_a_run_is_said(capsys):
     assert "prompts have 100 tokens (data.max_prompt_tokens: 100)" in text
     assert "chance of 0.5 at first, and with one of 0.82 once" in text
     assert "responses have one turn" in text and "(env.kind = 'calculator')" in text
+    assert "a forward costs" not in text
+    types = ["cluster.memory_gib=139", "rollout.dtype=fp32", "actor.dtype=fp32"]
+    said = simulation_of(load_config(recipe, types))[1]
+    assert [text.rpartition(": ")[2] for text in said[-2:]] == ["rollout.dtype = fp32", "actor.dtype = fp32"]
     dapo = load_config(ROOT / "configs/recipes/dapo-r1-distill-qwen-7b-1n8g.yaml")
     assert any("dynamic_sampling drops no group" in text for text in simulation_of(dapo)[1])
 

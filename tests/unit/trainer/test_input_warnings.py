@@ -54,6 +54,20 @@ def test_what_an_algorithm_does_not_use_is_a_warning_of_check(algorithm, says):
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({"name": "gspo", "ratio_clip_low": 0.2, "ratio_clip_high": 4e-4}, "ratio_clip_low = 0.2: gspo clips a whole"),
+        ({"name": "dapo", "ratio_clip_high": 4e-4}, "ratio_clip_high = 0.0004: dapo clips a token's ratio"),
+        ({"name": "gspo", "ratio_clip_low": 3e-4}, None),
+        ({"name": "grpo", "ratio_clip_low": 0.1, "ratio_clip_high": 0.3}, None),
+    ],
+)
+def test_a_clip_of_the_other_kind_of_ratio_is_a_warning(algorithm, says):
+    found = [text for text in input_warnings(make(algorithm=algorithm | {"mini_batches": 4}), "cpu") if "clip" in text]
+    assert [f"algorithm.{says}" in text for text in found] == ([] if says is None else [True])
+
+
+@pytest.mark.parametrize(
     ("lr", "vocab_size", "actor", "says"),
     [
         (2e-4, 1_000_000, {}, "0.0002 is high for RL of all of 1.28e+08 parameters, usually 1e-6 to 2e-05"),
@@ -115,6 +129,27 @@ def test_turns_of_the_assistant_that_are_context_are_counted(tmp_path):
         found = [text for text in input_warnings(SftConfig.model_validate(tree), "cpu") if "context" in text]
         assert len(found) == len(says)
         assert all(text.startswith(f"sft.train_path = {path}: {say}") for text, say in zip(found, says, strict=True))
+
+
+def test_fp32_on_gpus_is_a_warning_that_names_the_fields_that_a_command_reads():
+    gpu, bf16 = {"distributed": {"device": "cuda"}}, {"dtype": "bf16"}
+    sft = SftConfig.model_validate({"model": {"path": "not/here"}, "sft": {"train_path": "t", "out": "o"}, **gpu})
+    evaluated = without_training(make(rollout=bf16, **gpu), reads_prompts=False)
+    for config, device, named in (
+        (make(**gpu), "cuda", "actor.dtype = fp32, rollout.dtype = fp32: "),
+        (make(actor=bf16, **gpu), "cuda", "actor.dtype = bf16, rollout.dtype = fp32: "),
+        (make(actor=bf16, rollout=bf16, **gpu), "cuda", None),
+        (evaluated, "cuda", None),
+        (sft, "cuda", "actor.dtype = fp32: "),
+        (make(), "cpu", None),
+    ):
+        found = [text for text in input_warnings(config, device) if "dtype = fp32" in text]
+        assert [text.startswith(str(named)) for text in found] == [True] * (named is not None)
+
+
+def test_a_drafter_that_nothing_reads_is_a_warning_of_check():
+    report = check_report(make(rollout={"speculation": {"drafter_path": "not/here"}}), 4, elsewhere=True)
+    assert "\n  drafts: none\n" in report and "warning: rollout.speculation.drafter_path = not/here has no" in report
 
 
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():

@@ -44,6 +44,7 @@ def test_a_sound_config_reports_without_its_files():
     report = check_report(make(), 4)
     assert "Ranks: 4" in report
     assert f": model.path = not/here (is no path from {Path.cwd()}, and no whole model in" in report
+    assert "\nwarning: the plan is of model.architecture, not compared with model.path\n" in report
     last = report.splitlines()[-1]
     assert last.startswith("Fits: not known without cluster.memory_gib; the plan takes ")
 

@@ -11,6 +11,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.preflight import check_report
+from megatron_tlt.trainer.teacher import with_teacher_shape
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights
 
@@ -56,6 +57,8 @@ def test_a_teacher_of_other_sizes_is_taken_and_planned(tmp_path: Path) -> None:
     report = check_report(config_of(teacher), 2, all_rows=True)
     (row,) = [line.split() for line in report.splitlines() if line.startswith("  teacher ")]
     assert row[1] == "0.00" and "warning" not in report
+    named = with_teacher_shape(config_of(Path("on/the-hub")), str(teacher)).algorithm.teacher_shape
+    assert named == ModelConfig.from_hf(teacher).architecture, "of the config.json that `check` fetches"
     missing = check_report(config_of(Path("not/here/at/all")), 2, elsewhere=True)
     assert "not on this machine: algorithm.teacher" in missing and "lacks the teacher" in missing
 

@@ -63,6 +63,9 @@ def test_free_fields_add_and_never_replace() -> None:
     assert kwargs(engine={"attn_backend": "FLASHINFER"})["attn_backend"] == "FLASHINFER"
     with pytest.raises(ConfigError, match="set by other settings already: dtype, model"):
         kwargs(engine={"model": "x", "dtype": "y", "z": 1})
+    rollout = RolloutSection(release_cache=True)
+    given = {*build_llm_kwargs(rollout, MODEL, "1.2.1", DRAFTER), *build_llm_kwargs(rollout, MODEL, "1.3.0")}
+    assert given <= TrtllmSection.taken.keys(), "`check` refuses them"
 
 
 def test_eagle3_samples_with_the_temperature() -> None:

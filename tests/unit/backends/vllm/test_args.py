@@ -32,6 +32,7 @@ from megatron_tlt.backends.vllm.build import _arguments
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
 from megatron_tlt.config.checks.rollout import check_rollout
+from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.planning import engine as plan
@@ -84,6 +85,8 @@ def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
     assert given["load_format"] == "dummy", "the first weight sync brings the weights"
     with pytest.raises(ConfigError, match="set by other settings already: dtype"):
         engine_args(rollout(engine={"dtype": "half"}), MODEL, 1 << 20, None, "cpu")
+    shared = rollout().model_copy(update={"tp": 2, "release_cache": True})
+    assert engine_args(shared, MODEL, 1 << 20, None, "cuda").keys() <= VllmSection.taken.keys(), "`check` refuses them"
 
 
 def test_what_an_engine_on_a_gpu_is_started_with_beside() -> None:

@@ -109,13 +109,32 @@ def test_trtllm_gives_no_hidden_states_and_the_actor_does() -> None:
     assert "must be 'none', 'eagle3'" in problems(*TRAINED, f"{at}.drafter=eagle")[f"{at}.drafter"]
 
 
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("vllm.engine.seed=2", "train.seed"),
+        ("vllm.engine.data_parallel_size=2", "rollout.tp"),
+        ("vllm.engine.gpu_memory_utilization=0.9", "rollout.kv_cache_mib"),
+        ("vllm.engine.compilation_config={level: 3}", "rollout.graph_memory_mib"),
+        ("vllm.engine.disable_log_stats=true", "metrics.jsonl"),
+        ("trtllm.engine.kv_cache_config={free_gpu_memory_fraction: 0.9}", "rollout.trtllm.kv_cache_fraction"),
+    ],
+)
+def test_an_argument_that_another_setting_gives_is_refused_by_its_name(argument: str, instead: str) -> None:
+    """Before policy and optimizer are built, not at the engine's start."""
+    (found,) = problems(f"rollout.backend={argument.partition('.')[0]}", f"rollout.{argument}").items()
+    assert found[0] == f"rollout.{argument.partition('=')[0]}"
+    assert found[1].startswith("must not be set: ") and instead in found[1]
+
+
+def test_an_argument_may_be_a_map() -> None:
+    assert problems(*VLLM, "rollout.vllm.engine.additional_config={a: {b: 1}}") == {}
+
+
 def test_what_vllm_cannot_do_is_refused() -> None:
     assert set(problems(*VLLM, "rollout.kernels=torch")) == {"rollout.kernels"}
     arms = "rollout.speculation.bandit.arms"
     assert set(problems(*VLLM, *EAGLE_ARMS, f"{arms}=[0]")) == {arms}
-    for name in ("seed", "data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"):
-        (found,) = problems(*VLLM, f"rollout.vllm.engine.{name}=2").items()
-        assert found[0] == f"rollout.vllm.engine.{name}" and found[1].startswith("must not be set: ")
     found = problems(*VLLM, "rollout.numerics=invariant", "sync.transport=shared_memory", device="cpu")
     assert "needs Triton" in found.pop("rollout.numerics") and not found
     assert problems(*VLLM, "rollout.numerics=invariant", device="cuda") == problems(*VLLM, device="cuda")

@@ -128,6 +128,8 @@ def test_a_good_configuration_has_no_problems():
         (["data.eval={tasks: [{name: chain_sum}]}", *GREEDY], "eval.samples_per_prompt"),
         (["data.train={kind: jsonl, path: x}", "data.eval={kind: jsonl, path: x}"], "data.eval.path"),
         (["data.train={kind: hf, path: x}", "data.eval={kind: hf, path: x, split: train}"], "data.eval.path"),
+        (["data.train={kind: jsonl, path: x}", "data.eval={kind: jsonl, path: ./x}"], "data.eval.path"),
+        (["data.train={kind: hf, path: a/b@v1}", "data.eval={kind: hf, path: a/b, split: train}"], "data.eval.path"),
         (["data.train={kind: jsonl, path: x, split: a}"], "data.train.split"),
         (["data.train={kind: parquet, path: x, subset: a}"], "data.train.subset"),
         (["data.train={kind: hf, path: x, answer_pattern: '####'}"], "data.train.answer_pattern"),
@@ -311,6 +313,22 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     assert paths(*alone, "rollout.speculation.drafter_path=d", ranks=1) == set()
     assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "is_refused"),
+    [
+        ("a.jsonl", "./a.jsonl", True),
+        ("a.jsonl", "b.jsonl", False),
+        ("a/b", "a/b", False),  # of a data set the splits train and test
+        ("a/b", "a/b@v1", False),
+    ],
+)
+def test_fine_tuning_is_not_measured_on_the_records_that_it_learns(trained, held_out, is_refused):
+    for split, refused in (("test", is_refused), ("train", is_refused or trained != "a.jsonl")):
+        sft = {"train_path": trained, "eval_path": held_out, "eval_split": split, "out": "b"}
+        config = build_config({"model": {"path": "m"}, "sft": sft}, root=SftConfig)
+        assert [p.path for p in check_config(config, SHAPE, 1)] == ["sft.eval_path"] * refused
 
 
 def test_sft_checks_its_layout():

@@ -99,6 +99,20 @@ def test_adapters_alone_have_gradients_and_optimizer_state():
         assert stage.parts["adapters"] == 2 * (experts // parts + attention)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ((), "none"),
+        (("drafter=suffix", "draft_len=5"), "suffix, up to 5 tokens, cost_model"),
+        (("drafter=eagle", "selector=beg_mab"), "eagle (new, from the policy), up to 6 tokens, beg_mab"),
+        (("drafter=dspark", "drafter_path=d/x/y"), "dspark of d/x/y, up to 8 tokens, cost_model"),
+    ],
+)
+def test_what_drafts_is_named(overrides, says):
+    config = config_of(*(f"rollout.speculation.{text}" for text in overrides))
+    assert f"\n  drafts: {says}\n" in render_check(config, shape_of("qwen2.5-7b"), 1)
+
+
 def test_the_share_of_the_model_that_adapters_train_is_named():
     shape = shape_of("qwen2.5-7b")
     for overrides, is_named in (((), False), (("actor.lora.rank=8",), True)):
