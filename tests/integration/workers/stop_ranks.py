@@ -84,9 +84,8 @@ def body(world):
         told[name] = [*run_once(job, world)]
         if job["at"]:
             told[name].append(run_once(job, world)[0])
-    for pool, _ in spare:
-        pool.stop()
-        pool.join()
+    for worker in (worker for workers in spare for worker in workers):
+        worker.close()
     if world.is_main:
         Path(sys.argv[2]).write_text(json.dumps(told))
 
