@@ -79,7 +79,7 @@ def test_wrong_sizes_are_found_together(model_dir: Path):
 
 
 def drafting_backend(model_dir: Path, drafter: EagleModel, selector: str = "fixed") -> EmbeddedBackend:
-    speculation = SpeculationSection(drafter="eagle", selector=selector, draft_len=3)
+    speculation = SpeculationSection(drafter="eagle", selector=selector, draft_len=6)
     rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
     model = ModelSection(path=str(model_dir), max_context=64)
     return build_backend(
