@@ -43,16 +43,33 @@ def base_fingerprint(model: ModelSection, config: ModelConfig) -> str:
 
 def weight_fingerprints(config: TrainingConfig) -> dict[str, tuple[str, str]]:
     """Path and fingerprint of the weights that each rank loads, by field: of some layers' rows, of adapters whole."""
-    model, lora = config.model, config.actor.lora
-    teacher = None if config.rl is None else config.rl.algorithm.teacher
-    field = "model.path" if model.megatron_path is None else "model.megatron_path"
-    shape = ModelConfig.from_hf(model.path)
-    found = {field: (model.megatron_path or model.path, base_fingerprint(model, shape))}
-    if teacher is not None:
-        section = model.model_copy(update={"path": teacher, "megatron_path": None})
-        found["algorithm.teacher"] = teacher, base_fingerprint(section, ModelConfig.from_hf(teacher))
-    if lora is not None and (path := lora.adapter_path) is not None:
+    found = {
+        field: (path, base_fingerprint(model, ModelConfig.from_hf(model.path)))
+        for field, path, model in _models(config)
+    }
+    if (lora := config.actor.lora) is not None and (path := lora.adapter_path) is not None:
         found["actor.lora.adapter_path"] = path, record_of(Path(path) / ADAPTER_WEIGHTS).sha256
+    return found
+
+
+def reference_fingerprint(config: TrainingConfig) -> dict[str, str]:
+    """Of the teacher's weights, or the reference policy's, by field; none where no KL is computed, or from no file."""
+    if config.rl is None or not config.rl.algorithm.kl_weight:
+        return {}
+    field, _, model = _models(config)[-1]
+    found = base_fingerprint(model, ModelConfig.from_hf(model.path))
+    return {field: found} if found else {}
+
+
+def _models(config: TrainingConfig) -> list[tuple[str, str, ModelSection]]:
+    """Field, path and section of the policy, and of the teacher behind it."""
+    model = config.model
+    found = [("model.path", model.path, model)]
+    if model.megatron_path is not None:
+        found = [("model.megatron_path", model.megatron_path, model)]
+    if config.rl is not None and (teacher := config.rl.algorithm.teacher) is not None:
+        section = model.model_copy(update={"path": teacher, "megatron_path": None})
+        found.append(("algorithm.teacher", teacher, section))
     return found
 
 

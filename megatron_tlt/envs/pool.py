@@ -128,6 +128,8 @@ class Trajectories:
         self, workers: Sequence[EnvWorker], max_turns: int, tokens: GivenTokens, longest_opening: int | None = None
     ):
         self._workers, self._max_turns, self._tokens = workers, max_turns, tokens
+        for worker in workers:
+            worker.has_failed = False  # each rollout tries it again
         self._longest_opening = longest_opening
         self._running: dict[Key, _Trajectory] = {}
         self._answers: queue.SimpleQueue[tuple[_Trajectory, Key, Step | TltError]] = queue.SimpleQueue()
@@ -136,7 +138,8 @@ class Trajectories:
         key = prompt.prompt_id, sample_index
         trajectory = self._running.get(key)
         if trajectory is None:
-            worker = min(self._workers, key=lambda w: w.load)
+            # One that does not start has few trajectories, because each fails at once.
+            worker = min(self._workers, key=lambda w: (w.has_failed, w.load))
             worker.load += 1
             begin = Open(_row_of(prompt), self._longest_opening, _opening_of(prompt))
             trajectory = self._running[key] = _Trajectory(begin, worker)
@@ -227,6 +230,6 @@ def _row_of(prompt: Prompt) -> Prompt:
 
 
 def _opening_of(prompt: Prompt) -> str | None:
-    """The text behind that of the row, see `Row.with_opening`; None: there is none."""
+    """The text that `Row.with_opening` put behind that of the row; None: there is none."""
     row = prompt.row_text
     return None if row is None else prompt.text.removeprefix(f"{row}\n\n" if row else "")

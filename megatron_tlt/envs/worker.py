@@ -28,7 +28,9 @@ class Open:
 
     prompt: Prompt
     longest: int | None = None  # characters of the text that travel
-    text: str | None = None  # what it was before; another one is an error
+    opening: str | None = (
+        None  # the text in the prompt, of the first `reset`; another one is an error. None: not checked
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +136,9 @@ def _reset(environment: Environment, request: Open) -> str | None:
 
     text = as_opening(environment.reset(request.prompt, request.prompt.seed))
     text = None if text is None else text[: request.longest]
-    if request.text is not None and text != request.text:
+    if request.opening is not None and text != request.opening:
         raise EnvError("the environment is not a function of prompt and seed: the prompt has the opening "
-                       f"{request.text!r:.80}, reset now returned {text!r:.80}")  # fmt: skip
+                       f"{request.opening!r:.80}, reset now returned {text!r:.80}")  # fmt: skip
     return text
 
 

@@ -204,15 +204,15 @@ class RolloutCache:
         """
         self._directory, self._world = directory, world
         self._backend = backend
-        self._keeps = section.enabled and backend.capabilities.keyed_sampling
+        self.keeps = section.enabled and backend.capabilities.keyed_sampling
         self._weights, self._identity, self._fresh = weights, dict(identity), fresh
         self._replica, _ = rollout_replica(world.rank, tp)
         self._is_first = is_first_of_engine(world.rank, tp)
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None
-        if self._is_first and self._keeps:
+        if self._is_first and self.keeps:
             self._writer = ResponseWriter(max_bytes)
-        if section.enabled and not self._keeps and world.is_main:
+        if section.enabled and not self.keeps and world.is_main:
             _log.info("no rollout cache without keyed sampling: a restart generates an unfinished step again")
         self._old_steps: set[int] = set()  # steps with responses of earlier starts, seen by any rank
         self._stored: list[StoredResponse] = []  # of the present step, by earlier starts; the same on every rank
@@ -221,7 +221,7 @@ class RolloutCache:
 
     def start(self, steps_done: int) -> None:
         """Removes what a checkpoint of `steps_done` steps covers, or all for a fresh run. Collective."""
-        if not self._keeps:
+        if not self.keeps:
             return
         self.remove_until(math.inf if self._fresh else steps_done)
         self._world.barrier()
@@ -236,18 +236,19 @@ class RolloutCache:
         """How many of `total` responses were `found`, for people."""
         if not found:
             return (
-                f"uses none of the responses in {self._directory}, of another command; they go once this one has ended"
+                f"uses none of the responses in {self._directory}, of other settings, weights or another version; "
+                "they go once this command has ended"
             )
         return f"reuses {found} of {total} responses, which earlier starts have left in {self._directory}"
 
     def fingerprint(self, weights: Weights) -> Weights:
         """Yields a weight sync's weights unchanged; their checksum becomes part of the key."""
-        return self._weights.watch(weights) if self._keeps else weights
+        return self._weights.watch(weights) if self.keeps else weights
 
     def begin_step(self, step: int, policy_version: int) -> None:
         """Begins the rollouts of `step` (1-based) with the weights of the last `fingerprint`. Collective."""
         self._reused = 0
-        if not self._keeps:
+        if not self.keeps:
             return
         self._key = {**self._identity, "policy_version": policy_version, "weights": self._weights.take()}
         directory = self._directory / f"step-{step:06d}"
@@ -303,7 +304,7 @@ class RolloutCache:
         `found`: what `find` has returned for the call; None: it is called here. Raises OSError
         where one of these cannot be read any more.
         """
-        if not self._keeps:
+        if not self.keeps:
             return self._backend.generate(call)
         queue = call.prompts
         assert isinstance(queue, PromptQueue)
@@ -343,14 +344,14 @@ class RolloutCache:
 
     def remove_until(self, step: float | None) -> None:
         """Removes the steps up to `step`, that of this run's newest complete checkpoint."""
-        if self._world.is_main and self._keeps and step is not None:
+        if self._world.is_main and self.keeps and step is not None:
             for number, directory in self._steps().items():
                 if number <= step:
                     shutil.rmtree(directory, ignore_errors=True)
 
     def clear(self) -> None:
         """Removes everything, where responses are kept: the run has done its last step. Collective."""
-        if not self._keeps:
+        if not self.keeps:
             return
         self.close()
         self._world.barrier()  # every file is closed

@@ -110,12 +110,16 @@ class RewardPool:
 
         def work(worker: Worker) -> None:
             """In the worker's thread."""
-            while left:
+            while True:
                 try:
                     place, job = left.popleft()
-                except IndexError:  # another worker has taken it
+                except IndexError:  # all are taken
                     return
-                results[place] = self._result(worker, job)
+                try:
+                    results[place] = self._result(worker, job)
+                except WorkerStartError:
+                    left.clear()  # the others end with what they have: the run ends, too
+                    raise
 
         futures = [worker.do(partial(work, worker)) for worker in self._workers]
         while wait(futures, _BEAT_S).not_done:

@@ -83,7 +83,7 @@ class DrafterJob(Job):
         self._prompts = training_prompts(config) if self._given is None else []
         self._held_out = held_out(config)
         read = read_settings(config, self._given, self._prompts, self._held_out) if world.is_main else {}
-        self._settings = {**settings, **world.broadcast_object(read)}  # a run in whose directory responses are goes on
+        self._settings = {**settings, **world.broadcast_object(read)}  # rank 0's: a run may still add responses
         self._found = None if config.checkpoint.resume == "never" else unfinished_state(out, self._settings)
         self._done_before = 0 if self._found is None else int(self._found["training"]["steps"])
         tp = tensor_parallel(world, config.rollout.tp)
@@ -223,7 +223,7 @@ def read_settings(
     model = config.model
     rows = [digest(r.token_ids.tobytes(), r.response_start, r.given) for r in given or ()]
     return {
-        "model.path": base_fingerprint(model, ModelConfig.from_hf(model.path)),
+        "weights of model.path": base_fingerprint(model, ModelConfig.from_hf(model.path)),
         "rows of drafter.responses_path": digest(*rows),
         "rows of data.train": digest(*(p.token_ids for p in prompts)),
         "rows of data.eval": digest(*(p.token_ids for p in held_out)),
@@ -254,10 +254,11 @@ def unfinished_state(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] |
     except CheckpointError as error:
         raise ConfigError.of("--out", str(out), f"{error}: remove {out / UNFINISHED} to begin again") from error
     old = state["settings"]
-    names = [name for name in settings if old.get(name) != settings[name]]
+    names = [name for name in settings if name in old and old[name] != settings[name]]  # others are of another version
     if names:
-        shown = ", ".join(f"{name} = {old.get(name)!r}, now {settings[name]!r}" for name in names)
-        allowed = f"holds an unfinished training with {shown}: repeat its command, or remove {out / UNFINISHED}"
+        shown = ", ".join(f"{name} = {old[name]!r}, now {settings[name]!r}" for name in names)
+        again = f"repeat its command with the same files, or remove {out / UNFINISHED}"
+        allowed = f"holds an unfinished training with {shown}: {again}"
         raise ConfigError.of("--out", str(out), allowed)
     return state
 

@@ -73,7 +73,7 @@ class Job(ABC):
     def finish(self) -> None:
         """What comes after the last step."""
 
-    def held_out(self) -> dict[str, str]:
+    def held_out_fingerprint(self) -> dict[str, str]:
         """Fingerprint of the held-out rows, by the field that names them."""
         return {}
 
@@ -150,11 +150,11 @@ class Job(ABC):
         self.world.accept()
         step = self._loaded = None if state is None else self.done
         has_drafter = state is not None and state.get("drafter") is not None
-        about = processor(self.world.device), has_drafter, self.held_out()
-        records = self.world.is_main and not self.is_complete()
-        if records and (changed := write_config(self.config, self.state_dir, step, *about)):
-            what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
-            _log.warning("the run goes on with other settings, code or processor than at its last start: %s", what)
+        if self.world.is_main and not self.is_complete():
+            kind, held_out = processor(self.world.device), self.held_out_fingerprint()
+            if changed := write_config(self.config, self.state_dir, step, kind, has_drafter, held_out):
+                what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"
+                _log.warning("the run goes on with other settings, code or processor than at its last start: %s", what)
         self.world.barrier()
 
     def _keep(self) -> str | None:
@@ -184,7 +184,10 @@ class Job(ABC):
         """
         removed = self.state_dir.with_name(f".{self.state_dir.name}")
         shutil.rmtree(removed, ignore_errors=True)
-        self.state_dir.rename(removed)
+        try:
+            self.state_dir.rename(removed)
+        except OSError as error:  # the result is written: no reason to fail
+            _log.warning("%s could not be removed: %s", self.state_dir, error)
         shutil.rmtree(removed, ignore_errors=True)
 
     def close(self) -> None:

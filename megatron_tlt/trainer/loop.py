@@ -181,7 +181,7 @@ class RLTrainer(Job):
         counts = {"mini_batches": self.config.algorithm.mini_batches}
         return {**self.recovery.state_dict(), **counts, "total_optimizer_steps": self.config.optimizer_steps}
 
-    def held_out(self) -> dict[str, str]:
+    def held_out_fingerprint(self) -> dict[str, str]:
         return {} if self.evaluator is None else {"data.eval": self.evaluator.fingerprint}
 
     def unsaved(self) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.rollout_cache import Fingerprint
     from megatron_tlt.types import SamplingParams
-
-_log = logging.getLogger(__name__)
 
 
 def response_identity(
@@ -74,9 +72,6 @@ def cache_beside(
     enabled, directory = ranks.broadcast_object(enabled), Path(f"{out}.{UNFINISHED}")
     if enabled and ranks.is_main:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        _log.info(
-            "finished responses are kept in %s until all are there: the same command goes on with them", directory
-        )
     cache = RolloutCache(
         RolloutCacheSection(enabled=enabled),
         directory,
@@ -87,6 +82,9 @@ def cache_beside(
         tp=identity["tp"],
         max_bytes=math.inf,  # as of OUT
     )
+    if cache.keeps and ranks.is_main:
+        text = f"finished responses are kept in {directory} until all are there: the same command goes on with them"
+        print(text, file=sys.stderr, flush=True)
     cache.start(0)
     cache.begin_step(1, 0)
     return cache

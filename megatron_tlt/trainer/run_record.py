@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.actor.base_fingerprint import weight_fingerprints
+from megatron_tlt.actor.base_fingerprint import reference_fingerprint
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.hub import with_names
 from megatron_tlt.models.hf.peft import is_same_model
@@ -51,7 +51,7 @@ def write_config(
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
-    named |= {"code": _code(named), "reference": _reference(config), "processor": processor}
+    named |= {"code": _code(named), "reference": reference_fingerprint(config), "processor": processor}
     named["held_out"] = dict(held_out or {})
     try:
         before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -110,14 +110,6 @@ def _changed(before: Any, now: Any, field: str) -> list[tuple[str, tuple[Any, An
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return [f for i, pair in enumerate(zip(before, now)) for f in _changed(*pair, f"{field}.{i}")]
     return [] if before == now else [(field, (before, now))]
-
-
-def _reference(config: TrainingConfig) -> dict[str, str]:
-    """Fingerprint of the weights of the teacher, or of the reference policy, by field; none where no KL is computed."""
-    if config.rl is None or not config.rl.algorithm.kl_weight:
-        return {}
-    names = ("model.path", "model.megatron_path") if config.rl.algorithm.teacher is None else ("algorithm.teacher",)
-    return {field: found for field, (_, found) in weight_fingerprints(config).items() if field in names}
 
 
 def _code(named: dict[str, Any]) -> dict[str, str]:

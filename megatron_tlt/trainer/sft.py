@@ -195,7 +195,7 @@ class SftTrainer(Job):
         total = self.config.optimizer_steps  # of the learning-rate schedule
         return {"step": self.done, "sft": self._fingerprint, "total_optimizer_steps": total}
 
-    def held_out(self) -> dict[str, str]:
+    def held_out_fingerprint(self) -> dict[str, str]:
         return {"sft.eval_path": _digest(self._eval)} if self._eval else {}
 
     def unsaved(self) -> str | None:

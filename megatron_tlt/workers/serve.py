@@ -57,4 +57,4 @@ def _answered(host: Host, request: Any) -> tuple[bool, object]:
         return True, host.answer(request)
     # A user's code may raise anything, even KeyboardInterrupt, which no terminal sends here.
     except BaseException as error:  # noqa: BLE001
-        return False, error_line(error)
+        return False, str(error) if isinstance(error, TltError) else error_line(error)

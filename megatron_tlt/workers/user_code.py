@@ -15,6 +15,8 @@ from typing import Any
 
 from megatron_tlt.errors import UserCodeError, did_you_mean, no_such_file, place_of
 
+_folders: set[str] = set()  # in which users' modules are looked for
+
 
 def load_object(path: str) -> Any:
     """The object at `package.module:name` or `path/to/file.py:name`. Appends a folder to sys.path, see `_look_in`.
@@ -93,22 +95,31 @@ def not_plain(function: object) -> str | None:
     return "a generator" if inspect.isgeneratorfunction(function) else None
 
 
-def _look_in(folder: str) -> None:
+def _look_in(folder: Path) -> None:
     """Appends a folder to sys.path: `python -m` has the working directory there, the script of `check` has not, and a
     user's file has modules beside it. It is the last one, so that no installed module gives way to a user's.
+
+    Raises UserCodeError for a module there that would get another folder's in its place.
     """
-    if folder not in sys.path:
-        sys.path.append(folder)
+    if str(folder) in _folders:
+        return
+    for file in sorted(folder.glob("*.py")):
+        there = getattr(sys.modules.get(file.stem), "__file__", None)
+        if there is not None and str(Path(there).parent) in _folders:
+            raise UserCodeError(f"{file}: {there}, of the same name, is imported already: rename one of the two files")
+    _folders.add(str(folder))
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def _module(where: str) -> ModuleType:
     if not where.endswith(".py"):
-        _look_in(os.getcwd())
+        _look_in(Path.cwd())
         return importlib.import_module(where)
     path = Path(where)
     if not path.is_file():
         raise UserCodeError(f"{path}: {no_such_file(path)}")
-    _look_in(str(path.resolve().parent))
+    _look_in(path.resolve().parent)
     # A name of its own for every file, so that two files called reward.py do not shadow each other.
     name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     if name in sys.modules:

@@ -13,7 +13,7 @@ from megatron_tlt.errors import TltError
 from megatron_tlt.workers.process import WorkerProcess, ended
 from megatron_tlt.workers.serve import Host, serve
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0  # a module of the user's may import torch from a cold disk
 T = TypeVar("T")
 
 
@@ -56,6 +56,7 @@ class Worker:
         self._pipe: Connection | None = None
         self._is_closed = False
         self.starts = 0  # of the process so far; what it held is gone when this has grown
+        self.has_failed = False  # at its last start
 
     def do(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work`, which calls `ask`, in the worker's thread after all work before it. Returns at once."""
@@ -67,7 +68,7 @@ class Worker:
         return self._process is not None and self._process.is_alive()
 
     def ensure_running(self) -> None:
-        """Starts the process, unless it runs. In the worker's thread. Raises WorkerStartError, WorkerLateError."""
+        """Starts the process, unless it runs. In the worker's thread. Raises WorkerStartError."""
         if self.is_running:
             return
         self._kill()
@@ -83,7 +84,8 @@ class Worker:
             problem = self._receive(_START_TIMEOUT_S)
         except WorkerError as error:
             problem = str(error)
-        if problem is not None:
+        self.has_failed = problem is not None
+        if self.has_failed:
             self._kill()
             raise WorkerStartError(f"a worker did not start: {problem}")
 

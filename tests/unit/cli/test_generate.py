@@ -217,7 +217,10 @@ def test_responses_of_another_seed_or_model_are_not_used(
     assert generated(model, out, params).finished_requests == 6
     (warning,) = caplog.messages
     assert warning.startswith(f"{unfinished}/step-000001/") and warning.endswith(": not used")
-    assert f"uses none of the responses in {unfinished}, of another command" in capsys.readouterr().out
+    assert (
+        f"uses none of the responses in {unfinished}, of other settings, weights or another version"
+        in capsys.readouterr().out
+    )
     assert os.listdir(unfinished) == ["notes"], "what it has not made stays"
 
 

@@ -159,12 +159,14 @@ def test_a_worker_that_dies_between_turns_costs_nothing_unless_its_environment_a
 def test_a_worker_that_takes_anothers_place_has_its_code(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(USER.read_text())
-    with trajectories(path=f"{file}:Act") as (_, turns):
-        play(turns, {0: "a", 1: "a"}, 0)
+    with trajectories(path=f"{file}:Act", workers=2) as (_, turns):
+        play(turns, {0: "a", 1: "a", 2: "a"}, 0)
         file.write_text("# an edit in mid-run\n" + USER.read_text())
         play(turns, {0: "die"}, 1)
         failure = f"a worker did not start: {file} has changed since the run's start"
-        assert str(play(turns, {1: "b"}, 1)[1].failure).startswith(failure)
+        assert str(play(turns, {2: "b"}, 1)[2].failure).startswith(failure)
+        others = play(turns, {0: "a", 1: "a", 2: "a"}, 0, sample=1)
+        assert [result.failure for result in others.values()] == [None] * 3, "new ones go to a worker that runs"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_other_rows_or_another_policy_in_the_same_files_are_refused_by_name(tmp_
     shape = ModelConfig.from_hf(model)
     weights = {name: tensor + 0.1 * ("o_proj" in name) for name, tensor in iter_weights(model, shape)}
     save_hf(model, shape, weights.items())
-    with pytest.raises(ConfigError, match=r"unfinished training with model\.path = "):
+    with pytest.raises(ConfigError, match=r"unfinished training with weights of model\.path = "):
         unfinished_state(tmp_path, settings())
 
 

@@ -142,7 +142,7 @@ def test_held_out_rows_that_changed_are_a_warning(tmp_path, caplog):
     state = None
     for rows, expected in (("a", []), ("a", []), ("b", ["held_out.data.eval (other rows)"])):
         job = Counting(tmp_path, Kept(state), Signals(after=1))
-        job.held_out = lambda rows=rows: {"data.eval": rows}
+        job.held_out_fingerprint = lambda rows=rows: {"data.eval": rows}
         job.run()
         state = job.checkpoints.state
         assert [text.partition("last start: ")[2].partition(" (values")[0] for text in caplog.messages] == expected

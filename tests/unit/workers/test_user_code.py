@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tlt.errors import UserCodeError
 from megatron_tlt.workers.user_code import load_object
 
 
@@ -24,3 +25,17 @@ def test_a_module_of_the_working_directory_and_one_beside_a_file_are_found_behin
     for name in ("of_a_user", "beside_of_a_user", "colorsys"):
         sys.modules.pop(name, None)
     assert load_object(f"{where}:value") == where
+
+
+def test_a_file_whose_helper_would_be_another_folder_s_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "helper_of_a_user.py").write_text(f"value = {name!r}")
+        (tmp_path / name / "reward.py").write_text("from helper_of_a_user import value")
+    assert load_object(f"{tmp_path}/one/reward.py:value") == "one"
+    with pytest.raises(UserCodeError, match=rf"^{tmp_path}/two/helper_of_a_user\.py: {tmp_path}/one/.* rename one"):
+        load_object(f"{tmp_path}/two/reward.py:value")
+    del sys.modules["helper_of_a_user"]
