@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED
         report = partial(_report, error, code)
         if args.command in _ON_RANKS and detect_launch().size != 1 and not has_started():
+            note_exit(code)  # a start that takes too long ends this process here
             with suppress(Exception), bounded_start(START_S):  # MPI that does not start must not hide the error
                 start_mpi(code, report)
         report()

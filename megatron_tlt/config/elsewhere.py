@@ -21,7 +21,7 @@ class Here(NamedTuple):
     note: str = ""
 
 
-_IN_RL_STEPS = "there: optimizer steps, algorithm.mini_batches of them an RL step; here: RL steps"
+_OPTIMIZER_STEPS_THERE = "there: optimizer steps, algorithm.mini_batches of them an RL step; here: RL steps"
 # Names with white space between them, each the end of its path there, or (`critic.*`) all that is below a part of it:
 # the longest end that is found decides.
 ELSEWHERE: tuple[tuple[str, Here], ...] = (
@@ -184,7 +184,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         Here("train.prompts_per_step", "there: responses of a device's micro-batch; here: prompts of a step"),
     ),
     ("total_training_steps max_num_steps", Here("train.num_steps")),
-    ("max_steps", Here("train.num_steps", _IN_RL_STEPS)),
+    ("max_steps", Here("train.num_steps", _OPTIMIZER_STEPS_THERE)),
     (
         "total_epochs num_train_epochs max_num_epochs",
         Here("train.num_steps", "here: steps, of train.prompts_per_step prompts; there are no epochs"),
@@ -195,7 +195,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
         Here("train.run_dir", "all files of a run are below it; its name is that of a run of W&B"),
     ),
     ("test_freq val_period", Here("eval.every", "RL steps")),
-    ("eval_steps", Here("eval.every", _IN_RL_STEPS)),
+    ("eval_steps", Here("eval.every", _OPTIMIZER_STEPS_THERE)),
     ("eval_strategy val_before_train val_at_start", Here("eval.every", "also before the first step; 0: never")),
     ("max_val_samples val_max_samples", Here("eval.num_prompts")),
     (
@@ -206,7 +206,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("val_kwargs.top_k", Here("eval.top_k", "unset: the rollout's")),
     ("val_kwargs.top_p", Here("eval.top_p", "unset: the rollout's")),
     ("save_freq save_period", Here("checkpoint.every", "RL steps")),
-    ("save_steps", Here("checkpoint.every", _IN_RL_STEPS)),
+    ("save_steps", Here("checkpoint.every", _OPTIMIZER_STEPS_THERE)),
     ("save_strategy checkpointing.enabled", Here("checkpoint.every", "0: after the last step and at a signal")),
     ("save_total_limit max_actor_ckpt_to_keep keep_top_k", Here("checkpoint.keep", "the newest ones")),
     ("async_save", Here("checkpoint.asynchronous")),

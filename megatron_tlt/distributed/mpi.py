@@ -28,7 +28,7 @@ def has_started() -> bool:
 @contextmanager
 def bounded_start(limit_s: float) -> Iterator[None]:
     """Exits with code 1 and this process's stacks on stderr where the block takes longer than `limit_s`: one host that
-    does not come would hold all others in MPI_Init to the job's end. `have_met` ends the limit earlier.
+    does not come would hold all others in MPI_Init to the job's end. `ranks_have_met` ends the limit earlier.
 
     By a thread in C: MPI_Init holds the GIL while it waits, so no line of Python's can come then.
     """
@@ -36,10 +36,10 @@ def bounded_start(limit_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        have_met()
+        ranks_have_met()
 
 
-def have_met() -> None:
+def ranks_have_met() -> None:
     """Ends the limit of `bounded_start`. Idempotent."""
     faulthandler.cancel_dump_traceback_later()
 

@@ -38,7 +38,7 @@ from megatron_tlt.distributed.devices import (
 )
 from megatron_tlt.distributed.heap import keep_freed_pages
 from megatron_tlt.distributed.launch import detect_launch, foreign_launch
-from megatron_tlt.distributed.mpi import START_S, bounded_start, exit_together, have_met, start_mpi
+from megatron_tlt.distributed.mpi import START_S, bounded_start, exit_together, ranks_have_met, start_mpi
 from megatron_tlt.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ def _join(comm: MPI.Comm, hosts: list[str], device: torch.device, timeout_s: flo
         server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         address = (host, server.port)
     host, port = comm.bcast(address, root=0)
-    have_met()  # PyTorch bounds its waits itself, with better words
+    ranks_have_met()  # PyTorch bounds its waits itself, with better words
     store = server if comm.rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     board = dist.PrefixStore("board", store)

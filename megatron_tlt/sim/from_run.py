@@ -35,10 +35,12 @@ _STEPS, _STEPS_AHEAD = 2, 4  # simulated; more where a mode pre-rolls, for the f
 
 
 def usual_modes(runs: Sequence[Config], modes: Sequence[str]) -> list[str]:
-    """Those of `modes` that the run's engine has, and tlt+pre if that is what the run does on one of its numbers of
-    nodes; `runs`: it on each of them.
+    """Those of `modes` that the run's engine and drafter have, and tlt+pre if that is what the run does on one of its
+    numbers of nodes; `runs`: it on each of them.
     """
     is_own = any(run.idle.train_drafter and _does_pre_roll(run) for run in runs)
+    if runs[0].rollout.speculation.trained is None:
+        modes = [mode for mode in modes if mode in ("off", "suffix", "pre")]
     return [*(mode for mode in modes if _why_not(runs[0], mode) is None), *["tlt+pre"] * is_own]
 
 

@@ -25,6 +25,7 @@ def check_speculation(section: SpeculationSection, has_drafter: bool = False) ->
     if section.selector == "beg_mab" and section.drafter != "none":
         yield from _check_bandit(section.bandit)
         largest = max(section.bandit.arms, default=0)
+        # The default is not refused: a configuration that was written out has it, too.
         if section.draft_len != SpeculationSection().draft_len and section.draft_len < largest:
             allowed = f"must be >= {largest}, the largest of {at}.bandit.arms, which selector: beg_mab drafts instead"
             yield ConfigProblem(f"{at}.draft_len", section.draft_len, allowed)
@@ -39,10 +40,12 @@ def _check_bandit(bandit: BanditSection) -> Problems:
 
 
 def unread_settings(section: SpeculationSection) -> list[str]:
-    """Warnings of settings of a trained drafter where there is none."""
+    """Warnings of settings of a trained drafter where there is none; suffix beside a `drafter_path` was a choice."""
     if section.trained is not None:
         return []
     at, given = "rollout.speculation", {name: getattr(section, name) for name in TRAINED_ONLY}
+    if section.drafter == "suffix":
+        given.pop("drafter_path")
     why = f"has no effect with {at}.drafter = {section.drafter}"
     return [f"{at}.{name} = {value} {why}" for name, value in given.items() if value is not None]
 

@@ -131,12 +131,12 @@ def _speculation(config: Config) -> str:
     """What drafts in rollouts, how much and by which choice."""
     section, start, most = config.rollout.speculation, "", config.rollout.speculation.longest_draft
     if section.drafter == "none":
-        return "  drafts: none"
+        return "  drafter: none"
     if (drafter := section.trained) is not None:
         start = " (new, from the policy)" if section.drafter_path is None else f" of {section.drafter_path}"
         most = min(most, drafter.block_size) if isinstance(drafter, BlockFacts) else most
     choice = f", {section.selector}" if CAPABILITIES[config.rollout.backend].selectors else ""
-    return f"  drafts: {section.drafter}{start}, up to {most} tokens{choice}"
+    return f"  drafter: {section.drafter}{start}, up to {most} tokens{choice}"
 
 
 def _idle(config: Config, num_ranks: int) -> list[str]:

@@ -98,6 +98,9 @@ def test_what_a_run_s_engine_cannot_do_is_refused_and_no_usual_mode():
     assert any("rollout.backend = 'trtllm' is not simulated" in text for text in said)
     embedded = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g.yaml")
     assert usual_modes([embedded], ["off", "suffix", "tlt"]) == ["off", "suffix", "tlt", "tlt+pre"]
+    plain = ["rollout.speculation.drafter=none", "idle.train_drafter=false"]
+    undrafted = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g.yaml", plain)
+    assert usual_modes([undrafted], ["off", "suffix", "tlt"]) == ["off", "suffix"]
     assert simulation_of(embedded)[0].rollout.schedule == "pull" and simulation_of(embedded)[0].idle.pre_rollout
 
 

@@ -149,7 +149,7 @@ def test_fp32_on_gpus_is_a_warning_that_names_the_fields_that_a_command_reads():
 
 def test_a_drafter_that_nothing_reads_is_a_warning_of_check():
     report = check_report(make(rollout={"speculation": {"drafter_path": "not/here"}}), 4, elsewhere=True)
-    assert "\n  drafts: none\n" in report and "warning: rollout.speculation.drafter_path = not/here has no" in report
+    assert "\n  drafter: none\n" in report and "warning: rollout.speculation.drafter_path = not/here has no" in report
 
 
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():

@@ -32,7 +32,10 @@ def test_a_bandit_drafts_no_more_than_what_is_asked_for(draft_len, arms, is_refu
     ("overrides", "named"),
     [
         (["drafter_path=d", "draft_vocab_size=64"], ["drafter_path = d", "draft_vocab_size = 64"]),
-        (["drafter=suffix", "layers=[1,2,3]", "block_size=4", "block_layers=2"], ["layers", "block_size", "block_l"]),
+        (
+            ["drafter=suffix", "drafter_path=d", "layers=[1,2,3]", "block_size=4", "block_layers=2"],
+            ["layers", "block_size", "block_l"],
+        ),
         (["drafter=eagle", "drafter_path=d", "draft_vocab_size=64"], []),
         ([], []),
     ],

@@ -110,7 +110,7 @@ def test_adapters_alone_have_gradients_and_optimizer_state():
 )
 def test_what_drafts_is_named(overrides, says):
     config = config_of(*(f"rollout.speculation.{text}" for text in overrides))
-    assert f"\n  drafts: {says}\n" in render_check(config, shape_of("qwen2.5-7b"), 1)
+    assert f"\n  drafter: {says}\n" in render_check(config, shape_of("qwen2.5-7b"), 1)
 
 
 def test_the_share_of_the_model_that_adapters_train_is_named():
