@@ -64,9 +64,9 @@ dry_run() {
     local hours checker report=""
     read_dry_options "$@"
     [ ${#rest[@]} -gt 0 ] || die "usage: $script_name --dry-run [-N NODES] [...] $arguments"
-    set_environment
     export SLURM_JOB_NUM_NODES="$nodes" SLURM_NTASKS_PER_NODE="$tasks" SLURM_GPUS_ON_NODE="$gpus"
     [ -z "$cpus" ] || export SLURM_CPUS_PER_TASK="$cpus"
+    set_environment
     set_srun_words # here: the check refuses outputs outside a container's mounts
     set_command "${rest[@]}"
     if [ ${#checked[@]} -gt 0 ]; then
