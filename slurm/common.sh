@@ -179,13 +179,17 @@ relay() { trap '' HUP INT QUIT TERM && exec tee --output-error=warn /dev/null 2>
 # of its own, so that signals of the terminal come to this script alone, which passes them on: SIGTERM, Ctrl-C, and SIGHUP
 # when the terminal is closed, as SIGNAL; a second Ctrl-C as SIGHUP, which ends launcher and ranks.
 run_apart() {
-    local name step relays=()
+    local name step ends relays=()
     if [ /dev/fd/1 -ef /dev/fd/2 ]; then # one relay keeps the order of lines
         exec > >(relay) 2>&1 && relays=($!)
     else
         exec > >(relay) && relays=($!)
         exec 2> >(relay >&2) && relays+=($!)
     fi
+    case "${subcommand:-train}" in
+    train | sft | drafter) ends="a training saves its last finished step and ends; once more ends it at once, unsaved" ;;
+    *) ends="and end; a repeated \`generate\` or \`eval\` goes on with the responses that were finished" ;;
+    esac
     set -m
     "${@:2}" </dev/null &
     step=$!
@@ -196,7 +200,7 @@ run_apart() {
     trap "kill -$1 $step 2>/dev/null || true" HUP TERM
     # shellcheck disable=SC2064
     trap "trap 'kill -HUP $step 2>/dev/null || true' INT; kill -$1 $step 2>/dev/null || true
-        echo 'Ctrl-C: the ranks get SIG$1, a training saves its last finished step and ends; once more ends it at once' >&2 || true" INT
+        printf '\\nCtrl-C: the ranks get SIG$1, %s\\n' '$ends' >&2 || true" INT
     wait_for "$step"
     exec >&- 2>&-
     wait "${relays[@]}" || true # for the last lines

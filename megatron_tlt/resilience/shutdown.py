@@ -135,7 +135,7 @@ class GracefulShutdown:
         self.step_done()  # of an evaluation
         self._receive(now=True)
         if self._any_rank(self.is_requested):
-            raise GracefulExit("the step is done")
+            raise GracefulExit("between two steps")
 
     def note_save(self, seconds: float) -> None:
         """A checkpoint has taken `seconds`, on every rank the same: a step leaves the next one as long. Mutates."""

@@ -64,7 +64,7 @@ class RLTrainer(Job):
         if self.is_complete():  # rows of later steps stay, where it goes on from an earlier one
             self.note(
                 f"nothing to do: {self.config.train.run_dir} is already at step {self.state.step} of "
-                f"train.num_steps = {self.num_steps} (another train.run_dir starts a new run)"
+                f"train.num_steps = {self.num_steps} (a larger one goes on, another train.run_dir starts anew)"
             )
             return False
         self.metrics.start()

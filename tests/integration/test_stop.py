@@ -131,7 +131,7 @@ def test_the_command_leaves_with_75_when_one_rank_gets_a_signal(ended, tmp_path,
     ranks_of(job)[-1].send_signal(signal.SIGTERM)
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 75, output
-    assert "the step is done; saved after step" in output
+    assert "between two steps; saved after step" in output
     steps = len(rows(tmp_path / "run"))
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == f"step-{steps:06d}"
     assert main(["status", str(tmp_path / "run")]) == 0

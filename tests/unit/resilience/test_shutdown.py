@@ -77,7 +77,7 @@ def test_an_update_is_begun_only_if_it_fits(clock, scoring_s):
         clock.now += 20
         stop.sync_after_step()
 
-    with pytest.raises(GracefulExit, match="done" if fits else "dropped"):
+    with pytest.raises(GracefulExit, match="between two steps" if fits else "dropped"):
         finish()
     assert stop.has_dropped_step != fits
 
