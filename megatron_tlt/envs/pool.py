@@ -13,7 +13,6 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,10 +22,9 @@ from megatron_tlt.envs.process import EnvWorker
 from megatron_tlt.envs.worker import Discard, Key, Open, Play
 from megatron_tlt.errors import EnvError, TltError
 from megatron_tlt.types import Prompt, TurnResult, TurnsEnd
-from megatron_tlt.workers.worker import WorkerError, twice
+from megatron_tlt.workers.worker import WorkerError, twice, wait_for
 
 _log = logging.getLogger(__name__)
-_BEAT_S = 1.0  # of waiting for a reset, between two signs of life
 
 
 class EnvironmentPool:
@@ -66,18 +64,12 @@ class EnvironmentPool:
             futures.append(worker.do(ask))
         openings = []
         for prompt, future in zip(prompts, futures, strict=True):
+            wait_for([future], self._on_wait)
             try:
-                openings.append(self._awaited(future))
+                openings.append(future.result())
             except WorkerError as error:
                 raise EnvError(f"the environment gave no opening for prompt {prompt.dataset_id!r}: {error}") from None
         return openings
-
-    def _awaited(self, future: Future[str | None]) -> str | None:
-        """The result, with signs of life until it is there. Raises WorkerError."""
-        self._on_wait()
-        while not wait([future], _BEAT_S).done:
-            self._on_wait()
-        return future.result()
 
     def trajectories(self, tokens: GivenTokens) -> Trajectories:
         """The environments of one rollout."""
@@ -188,7 +180,7 @@ class Trajectories:
         longest = self._tokens.max_characters + 1  # one more, by which `given` finds that it is cut
         try:
             answer = twice(lambda: trajectory.play(key, longest))
-        except (EnvError, WorkerError) as error:
+        except TltError as error:
             answer = error
         except Exception as error:  # noqa: BLE001  a turn without any result would hang the rollout
             answer = EnvError(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ class EnvWorker(Worker):
 
     def __init__(self, section: EnvSection, *, in_thought: bool = False, cpus: Collection[int] = ()):
         """`in_thought`: see `load_environment`; `cpus`: see `set_up`."""
-        make = partial(environment_host, section.model_dump_json(), in_thought, loaded_code(section.path))
-        super().__init__(make, section.worker_memory_mib, section.timeout_s, cpus)
+        make = partial(environment_host, section.model_dump_json(), in_thought)
+        super().__init__(make, loaded_code(section.path), section.worker_memory_mib, section.timeout_s, cpus)
         self.load = 0  # trajectories that have been given to this worker and have not ended
         self.close_failures: list[str] = []  # of environments that have been discarded; not yet logged

@@ -6,7 +6,6 @@ This module imports no numpy: a worker limits numpy's threads first.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -28,9 +27,7 @@ class Open:
 
     prompt: Prompt
     longest: int | None = None  # characters of the text that travel
-    opening: str | None = (
-        None  # the text in the prompt, of the first `reset`; another one is an error. None: not checked
-    )
+    opening: str | None = None  # the text in the prompt, of the first `reset`: another one is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,11 @@ class Discard:
 Request: TypeAlias = Open | Play | Discard
 
 
-def environment_host(section_json: str, in_thought: bool, code: Mapping[str, str]) -> EnvironmentHost:
-    """`section_json`: the `EnvSection`; `in_thought`: see `load_environment`; `code`: what the rank has loaded of the
-    environment (`loaded_code`). Raises EnvError, and UserCodeError where the code has changed.
-    """
+def environment_host(section_json: str, in_thought: bool) -> EnvironmentHost:
+    """`section_json`: the `EnvSection`; `in_thought`: see `load_environment`. Raises EnvError."""
     from megatron_tlt.config.env import EnvSection
     from megatron_tlt.envs.build import load_environment
-    from megatron_tlt.workers.user_code import check_unchanged
 
-    check_unchanged(code)
     return EnvironmentHost(load_environment(EnvSection.model_validate_json(section_json), in_thought=in_thought))
 
 

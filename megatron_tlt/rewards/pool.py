@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,10 +19,9 @@ from megatron_tlt.rewards.build import function_problems
 from megatron_tlt.rewards.worker import RewardHost
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
 from megatron_tlt.workers.user_code import loaded_code
-from megatron_tlt.workers.worker import Worker, WorkerError, WorkerLateError, WorkerStartError, twice
+from megatron_tlt.workers.worker import Worker, WorkerError, WorkerLateError, WorkerStartError, twice, wait_for
 
 Job = tuple[Prompt, Sample]
-_BEAT_S = 1.0  # of waiting for results, between two signs of life
 
 
 def trial_line(section: RewardSection, prompt: Prompt) -> str:
@@ -55,8 +53,8 @@ class RewardPool:
         code: dict[str, str] = {}
         for function in section.functions:
             code |= loaded_code(function.path)
-        make_host = partial(RewardHost, section.model_dump_json(), code)
-        self._new_worker = partial(Worker, make_host, section.worker_memory_mib, section.timeout_s, cpus)
+        make_host = partial(RewardHost, section.model_dump_json())
+        self._new_worker = partial(Worker, make_host, code, section.worker_memory_mib, section.timeout_s, cpus)
         self._workers: list[Worker] = []
 
     def warm_up(self) -> None:
@@ -87,11 +85,9 @@ class RewardPool:
         failures = [r.failure for r, (_, sample) in zip(results, jobs) if r.failure is not None and not sample.failure]
         if not failures:
             return None
-        value, above = self._section.failure_value, ""
-        if any(_is_praised(group, value) for group in groups):
-            above = (
-                f", each as rewards.failure_value = {value:g}, above its group's mean: such responses are reinforced"
-            )
+        value, above = f"rewards.failure_value = {self._section.failure_value:g}", ""
+        if any(_is_praised(group, self._section.failure_value) for group in groups):
+            above = f", each as {value}, above its group's mean: such responses are reinforced"
         # A broken reward function would otherwise pass for a policy that is always wrong.
         return f"{len(failures)} of {len(jobs)} rewards failed{above}; one of them: {failures[0]}"
 
@@ -122,8 +118,7 @@ class RewardPool:
                     raise
 
         futures = [worker.do(partial(work, worker)) for worker in self._workers]
-        while wait(futures, _BEAT_S).not_done:
-            self._on_wait()  # a slow function is no hang
+        wait_for(futures, self._on_wait)
         try:
             for future in futures:
                 future.result()

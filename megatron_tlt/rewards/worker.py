@@ -5,7 +5,6 @@ This module imports no numpy: a worker limits numpy's threads first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,16 +18,11 @@ if TYPE_CHECKING:
 class RewardHost:
     """The reward functions in one process."""
 
-    def __init__(self, section_json: str, code: Mapping[str, str]):
-        """`section_json`: the `RewardSection`; `code`: what the rank has loaded of its functions (`loaded_code`).
-
-        Raises TltError for functions that cannot be loaded, or have changed.
-        """
+    def __init__(self, section_json: str):
+        """`section_json`: the `RewardSection`. Raises TltError for functions that cannot be loaded."""
         from megatron_tlt.config.data import RewardSection
         from megatron_tlt.rewards.build import build_scorers
-        from megatron_tlt.workers.user_code import check_unchanged
 
-        check_unchanged(code)
         self._section = RewardSection.model_validate_json(section_json)
         self._scorers = [replace(named, scorer=_guarded(named.scorer)) for named in build_scorers(self._section)]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from megatron_tlt.workers.process import WorkerProcess, ended
 from megatron_tlt.workers.serve import Host, serve
 
 _START_TIMEOUT_S = 300.0  # a module of the user's may import torch from a cold disk
+_BEAT_S = 1.0  # of waiting for answers, between two signs of life
 T = TypeVar("T")
 
 
@@ -43,14 +44,29 @@ def twice(ask: Callable[[], T], of: type[WorkerError] = WorkerLostError) -> T:
         return ask()
 
 
+def wait_for(futures: Sequence[Future[Any]], on_wait: Callable[[], None]) -> None:
+    """Until all are done. `on_wait` is called every second or so: a slow function is no hang."""
+    on_wait()
+    while wait(futures, _BEAT_S).not_done:
+        on_wait()
+
+
 class Worker:
     """One worker, started with its first request and started anew after a request that it did not survive."""
 
-    def __init__(self, make_host: Callable[[], Host], memory_mib: int, timeout_s: float, cpus: Collection[int] = ()):
+    def __init__(
+        self,
+        make_host: Callable[[], Host],
+        code: Mapping[str, str],
+        memory_mib: int,
+        timeout_s: float,
+        cpus: Collection[int] = (),
+    ):
         """`make_host` is called in the process, whose memory is limited to `memory_mib`: a function of a module that
-        imports no numpy. `timeout_s`: of one call of the user's code; `cpus`: see `set_up`.
+        imports no numpy. `code`: what this process has loaded of the user's (`loaded_code`), without which a process
+        does not begin. `timeout_s`: of one call of it; `cpus`: see `set_up`.
         """
-        self._given, self._timeout_s = (make_host, memory_mib, os.getpid(), cpus), timeout_s
+        self._given, self._timeout_s = (make_host, code, memory_mib, os.getpid(), cpus), timeout_s
         self._thread = ThreadPoolExecutor(1, "worker")
         self._process: WorkerProcess | None = None
         self._pipe: Connection | None = None

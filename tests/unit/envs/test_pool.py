@@ -195,7 +195,7 @@ def test_an_environment_that_cannot_be_loaded_fails_every_turn() -> None:
 
 
 def test_slow_resets_are_waited_for_with_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_tlt.envs.pool._BEAT_S", 0.05)
+    monkeypatch.setattr("megatron_tlt.workers.worker._BEAT_S", 0.05)
     beats: list[float] = []
     section = EnvSection(path=f"{USER}:Slow", timeout_s=20)
     with closing(EnvironmentPool(section, lambda: beats.append(time.monotonic()))) as pool:

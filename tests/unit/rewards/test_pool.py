@@ -61,7 +61,7 @@ def test_values_come_back_in_order(workers: int) -> None:
 
 
 def test_a_slow_reward_is_waited_for_with_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_tlt.rewards.pool._BEAT_S", 0.05)
+    monkeypatch.setattr("megatron_tlt.workers.worker._BEAT_S", 0.05)
     beats: list[None] = []
     with pool_of(on_wait=lambda: beats.append(None)) as pool:
         assert results(pool, ["hang"])[0].failure == "no result of act within 1 s (rewards.timeout_s)"
