@@ -167,11 +167,9 @@ def drafter_problems(
     except CheckpointError as error:
         return [ConfigProblem(at, path, str(error))]
     found = _engine_problems(at, path, drafter.config, backend)
-    return (
-        found
-        if model is None or speculation.allow_other_policy
-        else found + other_policy_problems(at, path, drafter, model)
-    )
+    if model is not None and not speculation.allow_other_policy:
+        found += other_policy_problems(at, path, drafter, model)
+    return found
 
 
 def _engine_problems(field: str, path: str, config: DrafterConfig, backend: BackendName) -> list[ConfigProblem]:

@@ -30,9 +30,8 @@ def equal_rewards_warning(
         return None
     text = f"all responses to a prompt had equal rewards in the last {_STEPS} steps, so nothing was learned from them."
     if (truncated := last[-1].get("length/truncated") or 0.0) >= _MANY:
-        text += (
-            f" {truncated:.0%} of the responses were truncated (rollout.max_tokens, or a limit of their environment)."
-        )
+        limits = "rollout.max_tokens, or a limit of their environment"
+        text += f" {truncated:.0%} of the responses were truncated ({limits})."
     for sample in samples[-1:]:
         names = ("prompt", "answer", "response")
         quoted = ", ".join(f"{name} {_short(sample.get(name))}" for name in names)

@@ -55,9 +55,8 @@ class EmptySteps:
         parts = []
         if not len(rows.length):
             row = scored.metrics()
-            rewards = (
-                f"mean reward {row.get('reward/mean', 0.0):.4g}, {row['reward/accuracy']:.1%} of responses correct"
-            )
+            mean, correct = row.get("reward/mean", 0.0), row["reward/accuracy"]
+            rewards = f"mean reward {mean:.4g}, {correct:.1%} of responses correct"
             remedy = "change the prompts, the rewards or rollout.samples_per_prompt"
             parts.append(f"dynamic sampling kept no group, since none has two rewards ({rewards}): {remedy}")
         elif config.algorithm.mask_truncated and rows.truncated.any():

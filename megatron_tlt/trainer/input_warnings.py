@@ -12,14 +12,7 @@ from megatron_tlt.actor.checkpoint_files import complete_steps
 from megatron_tlt.checkpoint.resume import removal_warning, schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
-from megatron_tlt.config.checks.learning import (
-    clip_warning,
-    kl_estimator_warning,
-    learning_rate_warning,
-    ratio_warning,
-    warmup_warning,
-    without_effect,
-)
+from megatron_tlt.config.checks.learning import algorithm_warnings, learning_rate_warning, warmup_warning
 from megatron_tlt.config.checks.speculation import unread_settings, unread_steps_warning
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
@@ -119,12 +112,12 @@ def _unread_modules(actor: ActorSection) -> str | None:
 
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
-    own = [kl_estimator_warning(config.algorithm), ratio_warning(config.algorithm), *without_effect(config.algorithm)]
-    own += [None if config.env is None else environment_warning(config.env), reward_warning(config)]
+    own = [*algorithm_warnings(config.algorithm), *unread_settings(config.rollout.speculation)]
+    own = [*own, unread_steps_warning(config), reward_warning(config)]
+    own.append(None if config.env is None else environment_warning(config.env))
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
-    own += [unread_tools(config, tools), clip_warning(config.algorithm), unread_steps_warning(config)]
-    own += unread_settings(config.rollout.speculation)
+    own.append(unread_tools(config, tools))
     long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
     return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
 

@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Event, Thread
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+
+from tests.helpers.mpi import ROOT
 
 
 @dataclass
@@ -138,3 +144,32 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+POLICY = {path.name: path.read_bytes() for path in (ROOT / "assets/demo-policy").iterdir() if path.suffix != ".md"}
+UNUSED = {"README.md": b"1", "pytorch_model.bin": b"1", "original/a.json": b"{}", "consolidated.safetensors": b"2"}
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files: socratic/*
+---
+"""
+ROWS = {
+    "README.md": CARD,
+    "main/train-0.jsonl": b'{"prompt": "1 + 1", "answer": "2"}\n',
+    "main/test-0.jsonl": b'{"prompt": "1 + 2", "answer": "3"}\n',
+    "socratic/0.jsonl": b'{"prompt": "?", "answer": "!"}\n',
+}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, offline: bool = False) -> None:
+    """What HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE do before huggingface_hub is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)

@@ -52,6 +52,12 @@ def check_algorithm(config: Config) -> Problems:
         yield ConfigProblem("algorithm.importance_cap", algorithm.importance_cap, allowed)
 
 
+def algorithm_warnings(algorithm: AlgorithmSection) -> list[str]:
+    """Settings that do something else than their names say, or nothing."""
+    own = kl_estimator_warning(algorithm), ratio_warning(algorithm), clip_warning(algorithm)
+    return [*filter(None, own), *without_effect(algorithm)]
+
+
 def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
     """The warning where the KL term of the loss pulls nowhere on average; None where it does not.
 
@@ -99,6 +105,18 @@ def ratio_warning(algorithm: AlgorithmSection) -> str | None:
         "algorithm.name = gspo with algorithm.mini_batches = 1: every ratio is 1, so the gradient is that of grpo, but "
         "for the correction of the engine's log-probs (algorithm.importance_cap), which is of a whole response"
     )
+
+
+def clip_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning where a clip of tokens' ratios is given for responses' ratios, or the other way round; None else."""
+    is_gspo = algorithm.name == "gspo"
+    given = {"low": algorithm.ratio_clip_low, "high": algorithm.ratio_clip_high}
+    wrong = {side: clip for side, clip in given.items() if clip is not None and (clip >= _TOKEN_CLIP) == is_gspo}
+    if not wrong or algorithm.mini_batches == 1:  # one update: every ratio is 1
+        return None
+    clips = ", ".join(f"algorithm.ratio_clip_{side} = {clip:g}" for side, clip in wrong.items())
+    whose = "a whole response's ratio, usually at 3e-4 and 4e-4" if is_gspo else "a token's ratio, usually at 0.2"
+    return f"{clips}: {algorithm.name} clips {whose}; null takes the algorithm's own"
 
 
 def check_data(config: Config) -> Problems:
@@ -263,18 +281,6 @@ def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | No
         f"{given} high for RL of {what} of {total_parameters(shape):.3g} parameters, usually 1e-6 to {usual:g}: the "
         "policy may lose what it knows in a few steps. The 2e-4 of configs/quickstart.yaml is for 2.4M parameters"
     )
-
-
-def clip_warning(algorithm: AlgorithmSection) -> str | None:
-    """The warning where a clip of tokens' ratios is given for responses' ratios, or the other way round; None else."""
-    is_gspo = algorithm.name == "gspo"
-    given = {"low": algorithm.ratio_clip_low, "high": algorithm.ratio_clip_high}
-    wrong = {side: clip for side, clip in given.items() if clip is not None and (clip >= _TOKEN_CLIP) == is_gspo}
-    if not wrong or algorithm.mini_batches == 1:  # one update: every ratio is 1
-        return None
-    clips = ", ".join(f"algorithm.ratio_clip_{side} = {clip:g}" for side, clip in wrong.items())
-    whose = "a whole response's ratio, usually at 3e-4 and 4e-4" if is_gspo else "a token's ratio, usually at 0.2"
-    return f"{clips}: {algorithm.name} clips {whose}; null takes the algorithm's own"
 
 
 def warmup_warning(config: TrainingConfig) -> str | None:

@@ -56,8 +56,9 @@ class Eagle3Kind(PairKind[Eagle3Config]):
     def engine_problem(self, config: Eagle3Config, engine: Format) -> str | None:
         if engine == "vllm":
             return vllm_layers_problem(config.policy.family)
-        is_known = not config.norm_before_residual
-        return None if is_known else f"{ENGINES[engine]} has no EAGLE-3 drafter with norm_before_residual"
+        if config.norm_before_residual:
+            return f"{ENGINES[engine]} has no EAGLE-3 drafter with norm_before_residual"
+        return None
 
     def engine_files(
         self, config: Eagle3Config, weights: Mapping[str, Tensor], engine: Format, dtype: torch.dtype

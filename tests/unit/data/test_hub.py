@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
-import socket
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,63 +19,20 @@ from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.run import UNFINISHED
-from megatron_tlt.data import hub as hub_module
 from megatron_tlt.data import hub_answers
 from megatron_tlt.data.hub import cached, fetch_argument, hub_name, is_name, names_of, on_this_machine, with_names
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.state_file import drafter_state_writer
-from megatron_tlt.errors import ConfigError, ConfigProblem
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.hf.config import shape_of
 from megatron_tlt.trainer.drafter_training import _STATE, training_settings
 from megatron_tlt.trainer.run_record import write_config
-from tests.helpers import thread_ranks
-from tests.helpers.hub_server import Hub, Repository, serving
+from tests.helpers.hub_server import POLICY, ROWS, Hub, Repository, pretend
 from tests.helpers.mpi import ROOT
-from tests.helpers.thread_ranks import ThreadRank
 
 NO_PATH = f"is no path from {Path.cwd()}, and"
 
-POLICY = {path.name: path.read_bytes() for path in (ROOT / "assets/demo-policy").iterdir() if path.suffix != ".md"}
-UNUSED = {"README.md": b"1", "pytorch_model.bin": b"1", "original/a.json": b"{}", "consolidated.safetensors": b"2"}
-CARD = b"""---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train-*}
-  - {split: test, path: main/test-*}
-- config_name: socratic
-  data_files: socratic/*
----
-"""
-ROWS = {
-    "README.md": CARD,
-    "main/train-0.jsonl": b'{"prompt": "1 + 1", "answer": "2"}\n',
-    "main/test-0.jsonl": b'{"prompt": "1 + 2", "answer": "3"}\n',
-    "socratic/0.jsonl": b'{"prompt": "?", "answer": "!"}\n',
-}
 ALONE = SingleProcess()
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, offline: bool = False) -> None:
-    """What HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE do before huggingface_hub is imported."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    repositories = {
-        "models/a/policy": Repository(POLICY | UNUSED),
-        "models/a/gated": Repository(POLICY, gated=True, token="secret"),
-        "datasets/a/rows": Repository(ROWS),
-    }
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    with serving(repositories) as hub:
-        pretend(monkeypatch, hub.url, tmp_path / "cache")
-        yield hub
 
 
 @pytest.fixture
@@ -388,67 +342,3 @@ def test_a_path_that_exists_wins_over_a_name(
     assert on_this_machine(configured(settings), ALONE).model.path == "a/policy"
     assert cached(configured(settings))[0].model.path == "a/policy"
     assert not any("policy" in line for line in hub.asked)
-
-
-class OneOfFour(ThreadRank):
-    """Ranks 0 and 1 on host a, 2 and 3 on host b."""
-
-    current = threading.local()
-    calls: list[tuple[int, str]]
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def wait_for_all(self) -> None:
-        self.calls.append((self.rank, "wait"))
-        self._barrier.wait()
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self.calls.append((self.rank, "gather"))
-        self._shared[self.rank] = value
-        self._barrier.wait()
-        gathered = [*self._shared]
-        self._barrier.wait()
-        return gathered
-
-
-def fetched_by_four(monkeypatch: pytest.MonkeyPatch, download: Any) -> list[Path | str]:
-    """What `fetch_argument` of a/policy returns or raises on every rank, where leaders call `download(rank, ...)`."""
-    monkeypatch.setattr(OneOfFour, "calls", [], raising=False)
-    rank_of_thread = OneOfFour.current
-    monkeypatch.setattr(socket, "gethostname", lambda: "ab"[rank_of_thread.rank // 2])
-    monkeypatch.setattr(hub_module, "_download_all", lambda *args: download(rank_of_thread.rank, *args))
-
-    def body(rank: ThreadRank) -> Path | str:
-        rank_of_thread.rank = rank.rank
-        try:
-            return fetch_argument("--model", Path("a/policy"), rank)
-        except ConfigError as error:
-            return str(error)
-
-    monkeypatch.setattr(thread_ranks, "ThreadRank", OneOfFour)
-    return thread_ranks.on_ranks(4, body)
-
-
-def test_the_first_rank_of_a_node_fetches_and_the_others_wait_in_no_collective(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, leaders = hub_module._download_all, []
-
-    def download(rank: int, *args: Any) -> Any:
-        leaders.append(rank)
-        return real(*args)
-
-    directories = fetched_by_four(monkeypatch, download)
-    assert len(set(directories)) == 1 and (Path(directories[3]) / "model.safetensors").is_file()
-    assert sorted(leaders) == [0, 2]
-    assert [call for rank, call in OneOfFour.calls if rank == 3] == ["gather", "wait", "gather"]
-    assert len(hub.fetched("/model.safetensors")) == 1, "nodes that share a cache fetch a file once"
-
-
-def test_a_node_that_cannot_fetch_ends_the_ranks_of_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = hub_module._download_all
-    problem = ConfigProblem("--model", "a/policy", "cannot be written")
-    told = fetched_by_four(monkeypatch, lambda rank, *args: ({}, [problem]) if rank == 2 else real(*args))
-    assert told == [str(problem)] * 4

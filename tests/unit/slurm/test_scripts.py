@@ -321,7 +321,7 @@ def test_variables_of_slurm_that_the_scripts_rely_on(monkeypatch, name, given, e
     assert in_common(f"env | grep ^{name}") == f"{name}={exported}"
 
 
-def test_a_network_between_nodes_that_nobody_named_is_said():
+def test_the_interface_between_nodes_is_logged_where_iface_is_not_set():
     script = "default_interface() { echo eth3; }; SLURM_JOB_NUM_NODES=2; IFACE=%s; set_network; env | grep ^GLOO"
     said, exported = in_common(script % "").splitlines()
     assert "network between nodes: eth3 (default route of " in said and exported == "GLOO_SOCKET_IFNAME=eth3"
