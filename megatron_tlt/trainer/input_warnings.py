@@ -113,13 +113,12 @@ def _unread_modules(actor: ActorSection) -> str | None:
 def _of_rl(config: Config) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [*algorithm_warnings(config.algorithm), *unread_settings(config.rollout.speculation)]
-    own = [*own, unread_steps_warning(config), reward_warning(config)]
-    own.append(None if config.env is None else environment_warning(config.env))
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
-    own.append(unread_tools(config, tools))
+    others = unread_steps_warning(config), reward_warning(config), unread_tools(config, tools)
+    own += filter(None, [*others, None if config.env is None else environment_warning(config.env)])
     long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
-    return [*teacher, *filter(None, own), *_of_rows(config), *long, *_of_drafter(config)]
+    return [*teacher, *own, *_of_rows(config), *long, *_of_drafter(config)]
 
 
 def _of_rows(config: Config) -> list[str]:
