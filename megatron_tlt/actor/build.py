@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tlt.actor.attention import SDPACoreAttention, rotation
+from megatron_tlt.actor.attention import SDPACoreAttention, inner_dtype, rotation
 from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, current_device, keep_one_table
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
@@ -393,7 +393,8 @@ class PolicyModel:
         self._rows = batch.rows
         packing = batch.packing
         if self._inv_freq is not None:
-            tables = rotation(batch.positions[0], self._inv_freq, self.megatron_config.params_dtype)
+            dtype = inner_dtype(self.megatron_config.params_dtype, self._inv_freq.device)
+            tables = rotation(batch.positions[0], self._inv_freq, dtype)
             packing = replace(packing, rotation=tables, masks={})  # which live as long as this forward's graph
         if batch.routing is not None:
             packing = replace(packing, routing=self._routing(batch, batch.routing))

@@ -41,27 +41,32 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """x / rms(x) * weight over the last dimension: x [..., H] and weight [H], fp32."""
+    """x / rms(x) * weight over the last dimension: x [..., H] and weight [H], computed in fp32 whatever their type."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Same shape as `x`."""
+        """Shape and type of `x`."""
         rows = x.reshape(-1, x.shape[-1])
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        wide = rows.to(_wide(x))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norm.square_().div_(rows.shape[1]).add_(eps).rsqrt_()  # 1 / rms
         ctx.save_for_backward(rows, weight, inverse)
-        return (rows * inverse).mul_(weight).view(x.shape)
+        return (wide * inverse).mul_(weight.to(wide.dtype)).to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """dx = g w / rms - x sum(g w x) / (H rms^3), dw = sum over rows of g x / rms."""
         rows, weight, inverse = ctx.saved_tensors
-        grad = grads[0].reshape(rows.shape)
-        product = grad * rows
-        share = (product @ weight)[:, None] * inverse**3 / rows.shape[1]
+        grad, wide, wide_weight = (x.to(_wide(x)) for x in (grads[0].reshape(rows.shape), rows, weight))
+        product = grad * wide
+        share = (product @ wide_weight)[:, None] * inverse**3 / rows.shape[1]
         grad_weight = inverse[:, 0] @ product
-        grad_rows = torch.mul(grad, weight, out=product).mul_(inverse).addcmul_(rows, share, value=-1.0)
-        return grad_rows.view(grads[0].shape), grad_weight, None
+        grad_rows = torch.mul(grad, wide_weight, out=product).mul_(inverse).addcmul_(wide, share, value=-1.0)
+        return grad_rows.to(rows.dtype).view(grads[0].shape), grad_weight.to(weight.dtype), None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -106,6 +111,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as `x`."""
-        if x.dtype is torch.float32 and x.device.type == "cpu":
+        if x.device.type == "cpu":
             return RMSNormFunction.apply(x, self.weight, self.eps)  # type: ignore[no-any-return]
         return F.rms_norm(x, self.shape, self.weight, self.eps)

@@ -104,7 +104,7 @@ def _statistics(
     Collective over the context parallel group.
     """
     labels = batch.labels if batch.own is None else batch.labels[batch.own]
-    found = token_statistics(logits[0], labels, vocab_shard(model), temperature, with_entropy)
+    found = token_statistics(logits.squeeze(0), labels, vocab_shard(model), temperature, with_entropy)
     if batch.own is None:
         return found
     local = torch.stack([values for values in found if values is not None])
