@@ -184,7 +184,7 @@ class DistributedError(TltError):
     """A collective that did not complete, or a world of the wrong size; names phase and missing ranks."""
 
 
-class RunDirectoryError(TltError):
+class RunDirectoryError(SharedError):
     """A run directory that another job is using."""
 
 

@@ -10,7 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK, SAVED
-from megatron_tlt.errors import ConfigError, DataError, DistributedError, RewardError, TltError, printable
+from megatron_tlt.errors import (
+    ConfigError,
+    DataError,
+    DistributedError,
+    RewardError,
+    SharedError,
+    TltError,
+    printable,
+)
 from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.resilience.shared_memory import sweep_shared_memory
 
@@ -89,7 +97,8 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
-        print(text, file=sys.stderr, flush=True)
+        if not isinstance(error, SharedError) or world.store.add("shared_error", 1) == 1:  # or once a rank
+            print(text, file=sys.stderr, flush=True)
         note_exit(FAILED)
         others = [rank for rank in range(world.size) if rank != world.rank]
         world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)

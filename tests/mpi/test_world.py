@@ -24,6 +24,12 @@ def test_a_rank_that_raises_ends_the_job_and_is_named_with_phase_and_error():
     assert time.monotonic() - started < 40  # the others sleep for 60 s: they were ended
 
 
+def test_what_every_rank_finds_is_said_once():
+    done = run_ranks(3, "tests/mpi/workers/fault.py", "shared", "-1", check=False, timeout=60)
+    assert done.returncode != 0
+    assert done.stdout.count("TrainingError: made to fail") == 1
+
+
 @pytest.mark.parametrize(
     ("how", "rank", "where"),
     [

@@ -1,4 +1,4 @@
-"""One rank raises, or does not arrive at a barrier; argv: how, which rank."""
+"""One rank raises, all do, or one does not arrive at a barrier; argv: how, which rank."""
 
 import os
 import signal
@@ -9,12 +9,15 @@ from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed import world as world_module
 from megatron_tlt.distributed.world import World
+from megatron_tlt.errors import TrainingError
 
 
 def body(world: World) -> None:
     how, rank = sys.argv[1], int(sys.argv[2])
     world.barrier()  # a rank that is stopped while the others still connect to it leaves them in phase start
     world.enter("rollout", 3)
+    if how == "shared":
+        raise TrainingError("made to fail")
     if world.rank == rank:
         if how == "raise":
             raise RuntimeError("made to fail")
