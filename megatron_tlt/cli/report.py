@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from megatron_tlt.observe.runfiles import RunData
+
 TRACE = rb'\{"displayTimeUnit":"ms","traceEvents":'  # how a timeline begins, unpacked
 
 
@@ -39,27 +41,37 @@ def _report(args: argparse.Namespace) -> int:
     from megatron_tlt.observe.page import page_begins
     from megatron_tlt.observe.report import run_page
     from megatron_tlt.observe.report_compare import comparison
-    from megatron_tlt.observe.runfiles import read_run
 
     if len(args.runs) > 2:
         raise ConfigError.of("RUN_DIR", [str(run) for run in args.runs], "must be one run, or two to compare")
     if len(args.runs) == 2:
         if args.out is not None:
             raise ConfigError.of("--out", str(args.out), "is the page of one run: a comparison is printed")
-        runs = [read_run(run) for run in args.runs]
+        runs = [_read(run) for run in args.runs]
         _warn([warning for run in runs for warning in run.warnings])
         print(printable(comparison(*runs)), flush=True)
         return OK
     args.out = args.out or Path("report.html")
     if problems := output_file_problems("--out", args.out, page_begins()):
         raise ConfigError(problems)
-    page = run_page(read_run(args.runs[0]))
+    page = run_page(_read(args.runs[0]))
     write_atomically(args.out, [page.html()])
     _warn(page.warnings)
     if page.headline:
         print(page.headline)
     print(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)", flush=True)
     return OK
+
+
+def _read(run_dir: Path) -> RunData:
+    """A run's files, with what its ranks' status files say of its end."""
+    from megatron_tlt.observe.runfiles import read_run
+    from megatron_tlt.resilience.status import read_status
+
+    run, status = read_run(run_dir), read_status(run_dir)
+    if status.rows and not run.is_finished:
+        run.condition, run.reasons = status.condition, status.reasons
+    return run
 
 
 def _timeline(args: argparse.Namespace) -> int:

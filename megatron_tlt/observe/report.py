@@ -34,18 +34,18 @@ def run_page(run: RunData) -> Page:
         PageSection("Settings", [Table(["field", "value"], [(f, cut_value(v)) for f, v in settings(run)], wide=True)]),
     ]
     equal = equal_rewards_warning(run.steps, run.config.get("algorithm", {}).get("name", ""), run.samples)
-    page.warnings = [*run.warnings, *([] if equal is None else [equal])]
+    page.warnings = [*run.reasons, *run.warnings, *([] if equal is None else [equal])]
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     page.footer = f"{run.run_dir.resolve()} · written {now} by megatron-tlt report"
     return page
 
 
 def state_of(run: RunData) -> str:
-    """ "finished", or how many steps are done."""
+    """ "finished", or the run's condition and how many steps are done."""
     if run.is_finished:
         return f"finished, {run.last_step} steps"
     of = f" of {run.num_steps}" if run.num_steps else ""
-    return f"in progress or stopped, {run.last_step}{of} steps"
+    return f"{run.condition or 'in progress or stopped'}, {run.last_step}{of} steps"
 
 
 def subtitle(run: RunData) -> str:
@@ -98,8 +98,8 @@ def _stats(run: RunData) -> Iterator[Stat]:
         note = f"{share:.0%} of tokens in steps with a draft"
         note += ": few requests had a draft, or plain decoding was faster" if share < _NEXT_TO_NONE else ""
         yield Stat("accepted length", f"{emitted / rows:.2f}", note)
-    if idle := run.total("idle/seconds"):
-        used = run.total("idle/recovered_seconds")
+    idle = run.total("idle/seconds")
+    if used := run.total("idle/recovered_seconds"):
         note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks"
         yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
     if pre_rolling := run.total("pre_rollout/seconds"):

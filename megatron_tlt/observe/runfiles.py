@@ -47,6 +47,10 @@ class RunData:
     """Those that have an event log: of every start."""
     skipped: SkippedLines = field(default_factory=dict)
     """Grows as events are read."""
+    condition: str = ""
+    """What the status files say of a run that has not made all its steps, as `RunStatus.condition`."""
+    reasons: list[str] = field(default_factory=list)
+    """Why it ended."""
 
     @property
     def name(self) -> str:

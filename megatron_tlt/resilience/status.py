@@ -60,6 +60,15 @@ class RunStatus:
             return "finished" if found == {"done"} else "saved" if "saved" in found else "ended"
         return "running"
 
+    @property
+    def reasons(self) -> list[str]:
+        """Why it is not running or finished, a line each."""
+        if self.end is not None:
+            return [self.end.text]
+        if self.condition == "finished":
+            return []
+        return sorted({row.status.detail for row in self.rows if row.status.detail})
+
     def as_json(self) -> dict[str, Any]:
         """`condition`, `end`, `ranks` (worst first), `missing`, `problems`."""
         ranks = []
@@ -133,10 +142,7 @@ def status_text(run_dir: str | Path, status: RunStatus, top: int = 0, now: float
         whose = "" if maker in (None, "train") else f": `{maker}` made it, and only a run of `train` has them"
         return printable("\n".join([f"{run_dir}: no status files{whose}", *status.problems]))
     lines = [_headline(run_dir, status, now)]
-    if status.end is not None:
-        lines.append(status.end.text)
-    elif status.condition != "finished":
-        lines += sorted({row.status.detail for row in status.rows if row.status.detail})
+    lines += status.reasons
     if status.missing:
         lines.append(f"no status of rank {shortened(status.missing)}")
     shown = status.rows[:top] if top else status.rows

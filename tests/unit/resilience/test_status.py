@@ -11,6 +11,7 @@ import pytest
 from megatron_tlt.cli.main import main
 from megatron_tlt.resilience.status import read_status, status_text
 from megatron_tlt.resilience.status_files import JobEnd, RankStatus, StatusFiles
+from tests.helpers.synthetic_run import write_run
 
 NOW = 1000.0
 RANK = RankStatus("a", 0, 3, "n0", 10, phase="rollout", step=4, running=3, queued=1, longest=70, left=99.6,
@@ -44,6 +45,15 @@ def test_status_files_come_back_are_private_and_belong_to_one_start(tmp_path):
     assert len(list(files.status.iterdir())) == 5  # nothing temporary is left
     files.clear()
     assert list(files.status.iterdir()) == []
+
+
+def test_a_report_says_why_its_run_ended(tmp_path, capsys):
+    run = write_run(tmp_path / "run", ranks=2, steps=3, num_steps=5)
+    write(run, {}, {}, end=KILLED)
+    assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert KILLED.text in capsys.readouterr().err
+    page = (tmp_path / "page.html").read_text()
+    assert "crashed, 3 of 5 steps" in page and KILLED.text in page
 
 
 DAMAGED = [b"", b"{", b"[]", b"\xff\xfe", pickle.dumps(RANK), b'{"rank": 1}', json.dumps(asdict(RANK)).encode()[:-20]]
