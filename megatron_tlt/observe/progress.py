@@ -45,7 +45,7 @@ _SHOWN = (
     ("recovered rank-s", "idle/recovered_seconds", "{:.1f}"),
     ("pre-rolled rank-s", "pre_rollout/seconds", "{:.1f}"),
 )
-_LEAST = {"length/truncated": 0.05}
+_LEAST = {"length/truncated": 0.05, "idle/seconds": 0.05}
 """From which value on a metric is shown, of those that are always there and seldom of interest."""
 
 

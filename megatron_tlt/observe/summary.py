@@ -105,9 +105,11 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
     yield "idle share of the run", shortened(idle, separator="  ")
     if total := summary.idle_seconds:
         yield "idle rank-seconds", f"{total:.1f}"
-        trained, pre_rolled = summary.recovered_seconds, summary.pre_rolled_seconds
-        yield "  recovered: drafter training", f"{trained:.1f} ({trained / total:.0%}), {summary.drafter_steps} steps"
-        yield "  pre-rolled the next steps", f"{pre_rolled:.1f} ({pre_rolled / total:.0%})"
+        if trained := summary.recovered_seconds:
+            steps = f"{summary.drafter_steps} steps"
+            yield "  recovered: drafter training", f"{trained:.1f} ({trained / total:.0%}), {steps}"
+        if pre_rolled := summary.pre_rolled_seconds:
+            yield "  pre-rolled the next steps", f"{pre_rolled:.1f} ({pre_rolled / total:.0%})"
 
 
 def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:

@@ -299,7 +299,7 @@ def window_metrics(report: WindowReport, is_group_leader: bool) -> RankMetrics:
 
     The ranks of a replica train and decode as one, so only its leader counts micro-steps and tokens.
     """
-    row = {"idle/seconds": report.idle_seconds, "idle/recovered_seconds": report.training_seconds}
+    row = {"idle/recovered_seconds": report.training_seconds}
     if report.pre_rolling_seconds:
         row["pre_rollout/seconds"] = report.pre_rolling_seconds
     if report.parked_training_seconds:
@@ -316,10 +316,11 @@ def window_metrics(report: WindowReport, is_group_leader: bool) -> RankMetrics:
 
 
 def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of the phases, means over the ranks, and each rank's idle seconds."""
+    """Seconds of the phases, means over the ranks, and each rank's idle seconds with their sum."""
     names = sorted({name for phases in ranks for name in phases})
     times = {f"time/{name}": sum(p.get(name, 0.0) for p in ranks) / len(ranks) for name in names}
-    return times | {f"{OF_RANK}{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
+    waits = {f"{OF_RANK}{rank:03d}": p.get("idle", 0.0) for rank, p in enumerate(ranks)}
+    return times | waits | {"idle/seconds": sum(waits.values())}
 
 
 def _rollout_rates(row: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

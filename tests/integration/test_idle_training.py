@@ -44,6 +44,7 @@ def test_the_drafter_is_trained_in_idle_time(folder: Path):
     assert all(row["drafter/steps"] > 0 and row["drafter/disabled"] == 0 for row in steps)
     assert [row["drafter/version"] for row in steps] == [1, 2, 3, 4]
     assert all(0 < row["idle/recovered_seconds"] <= row["idle/seconds"] for row in steps)
+    assert all(row["idle/seconds"] == pytest.approx(row["idle/rank000"] + row["idle/rank001"]) for row in steps)
     saved = load_drafter_state(folder / "train-/checkpoints/step-000004" / DRAFTER_STATE)
     early = load_drafter_state(folder / "train-/checkpoints/step-000002" / DRAFTER_STATE)
     assert saved["version"] == 4
