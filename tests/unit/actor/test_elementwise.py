@@ -36,6 +36,20 @@ def test_norm_equals_pytorch() -> None:
     assert torch.autograd.gradcheck(lambda x, w: RMSNormFunction.apply(x.transpose(0, 2), w, 1e-3), (x, _random(5)))
 
 
+def test_norm_of_bf16_is_rounded_once() -> None:
+    x, weight, grad = (_random(*shape).detach().bfloat16() for shape in ((7, 64), (64,), (7, 64)))
+    small, wide = (
+        [t.clone().requires_grad_() for t in (x.to(dtype), weight.to(dtype))] for dtype in (x.dtype, torch.float64)
+    )
+    out, expected = RMSNormFunction.apply(*small, 1e-3), F.rms_norm(wide[0], (64,), wide[1], 1e-3)
+    out.backward(grad)
+    expected.backward(grad.double())
+    pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(small, wide, strict=True))]
+    for found, exact in pairs:
+        assert found.dtype is torch.bfloat16
+        assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
 def test_swiglu_equals_pytorch() -> None:
     x = _random(ROWS, 1, 2 * WIDTH)
     gate, up = x.chunk(2, dim=-1)
