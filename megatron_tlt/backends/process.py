@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_tlt.backends.serving import Message, WireError, line_of, message_of
 from megatron_tlt.backends.transport import SharedDirectory
-from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.workers.child_signals import signals_blocked
 from megatron_tlt.workers.process import LAUNCHER
@@ -59,15 +59,6 @@ def child_environment(ours: Mapping[str, str], package: str, more: Mapping[str, 
     dropped = (*_PYTHON, "CUDA_DEVICE_MAX_CONNECTIONS")  # the engine's kernels need more than one hardware queue
     kept = {name: value for name, value in ours.items() if not name.startswith(LAUNCHER) and name not in dropped}
     return {**kept, "PYTHONPATH": package, **more}
-
-
-def with_more(arguments: Mapping[str, Any], more: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Arguments of an engine, and those that its section adds at `path`. Raises ConfigError where they replace one."""
-    both = arguments.keys() & more.keys()
-    if both:
-        allowed = f"set by other settings already: {', '.join(sorted(both))}"
-        raise ConfigError.of(path, dict(more), allowed)
-    return {**arguments, **more}
 
 
 class EngineProcess:

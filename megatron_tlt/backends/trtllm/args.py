@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.process import with_more
 from megatron_tlt.backends.trtllm.server import CLASS
 from megatron_tlt.models.decoders.base import ENGINE_DTYPES
 
@@ -54,11 +53,11 @@ def build_spec_config(draft_len: int, version: str, drafter: Eagle3Files | None)
 def build_llm_kwargs(
     rollout: RolloutSection, model: ModelSection, version: str, drafter: Eagle3Files | None = None
 ) -> dict[str, Any]:
-    """Arguments of `AsyncLLM` of TensorRT-LLM `version`, without the worker extension. Raises ConfigError.
+    """Arguments of `AsyncLLM` of TensorRT-LLM `version`, without the worker extension.
 
     `max_input_len` is always set: later versions refuse prompts above a default of 1024 otherwise. The tokenizer
-    stays out: prompts and responses are tokens, and stops are token ids. `rollout.trtllm.engine` adds fields, it
-    replaces none.
+    stays out: prompts and responses are tokens, and stops are token ids. `rollout.trtllm.engine` adds fields, and
+    `check` lets it replace none.
     """
     section = rollout.trtllm
     kwargs: dict[str, Any] = {
@@ -87,7 +86,7 @@ def build_llm_kwargs(
     if rollout.release_cache:
         is_old = version.startswith("1.2.")
         kwargs |= {"enable_sleep": True} if is_old else {"sleep_config": {CLASS: "SleepConfig"}}
-    return with_more(kwargs, section.engine, "rollout.trtllm.engine")
+    return {**kwargs, **section.engine}
 
 
 def build_sampling_params(params: SamplingParams, eos_token_ids: Iterable[int]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.process import with_more
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.base import ENGINE_DTYPES
 from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST
@@ -65,7 +64,7 @@ def engine_args(
     speculation: Mapping[str, Any] | None,
     device: str,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs` on a type of device. Raises ConfigError.
+    """Arguments of `vllm.EngineArgs` on a type of device.
 
     The policy's weights are dummies until the first weight sync, which brings them as every later one. No prefix cache:
     requests of one prompt would lack the hidden states of the part that they share. An engine that sleeps loses the
@@ -97,7 +96,7 @@ def engine_args(
         "compilation_config": compilation,
         "speculative_config": None if speculation is None else dict(speculation),
     }
-    return with_more(arguments, rollout.vllm.engine, "rollout.vllm.engine")
+    return {**arguments, **rollout.vllm.engine}
 
 
 def _step_tokens(rollout: RolloutSection, speculation: Mapping[str, Any] | None) -> dict[str, int]:

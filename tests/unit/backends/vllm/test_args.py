@@ -83,8 +83,6 @@ def test_the_engine_section_adds_arguments_and_replaces_none() -> None:
     assert given["cpu_offload_gb"] == 1.5
     assert given["kv_cache_memory_bytes"] == 1 << 20
     assert given["load_format"] == "dummy", "the first weight sync brings the weights"
-    with pytest.raises(ConfigError, match="set by other settings already: dtype"):
-        engine_args(rollout(engine={"dtype": "half"}), MODEL, 1 << 20, None, "cpu")
     shared = rollout().model_copy(update={"tp": 2, "release_cache": True})
     assert engine_args(shared, MODEL, 1 << 20, None, "cuda").keys() <= VllmSection.taken.keys(), "`check` refuses them"
 
