@@ -88,8 +88,8 @@ class SDPACoreAttention(MegatronModule):
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
         assert packed_seq_params is not None and packed_seq_params.rotation is not None
         inner = inner_dtype(query.dtype, query.device)
-        rotated = (Rotate.apply(x.to(inner), *packed_seq_params.rotation) for x in (query, key))
-        return self.attend(*rotated, value.to(inner), packed_seq_params).to(query.dtype)
+        q, k = (Rotate.apply(x.to(inner), *packed_seq_params.rotation) for x in (query, key))
+        return self.attend(q, k, value.to(inner), packed_seq_params).to(query.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedRows) -> Tensor:
         """`forward` of rotated queries and keys."""
