@@ -28,6 +28,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 from megatron_tlt.workers.child_signals import signals_blocked
 from megatron_tlt.workers.process import LAUNCHER
+from megatron_tlt.workers.scratch import OF_MACHINE, show_use
 
 _PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # of our environment, not of the engine's
 _TAIL_BYTES = 4000
@@ -72,7 +73,7 @@ class EngineProcess:
         self.launch = launch
         self.shared = SharedDirectory(launch.section)
         """For the socket and tensors on their way; both processes may write there."""
-        file, name = tempfile.mkstemp(prefix="tlt-", suffix=".log")  # not in shared memory: a log grows
+        file, name = tempfile.mkstemp(prefix=OF_MACHINE, suffix=".log")  # not in shared memory: a log grows
         os.close(file)
         self._log = Path(name)
         self._keeps_log = False
@@ -115,6 +116,7 @@ class EngineProcess:
         try:
             # Signals to end are for the rank; Slurm sends them to every process, and the engine would be gone at once.
             with self._log.open("wb") as log, signals_blocked():
+                show_use(log.fileno())  # also by the child, to which it goes
                 return subprocess.Popen(
                     [*command, str(HEARTBEAT_S)],
                     stdin=subprocess.DEVNULL,

@@ -5,10 +5,7 @@ Both yield where the tensors lie as plain data (see `entries.py`), for one messa
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_tlt.errors import ConfigError, SyncError
+from megatron_tlt.workers.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,24 +31,14 @@ _PLAIN, _EXPANDABLE = ord("c"), ord("e")  # memory of cudaMalloc; of an expandab
 _VERSION = 2  # the newest that torch <= 2.12 reads, as TensorRT-LLM's; 2.13 writes 3, the same bytes for plain memory
 
 
-class SharedDirectory:
-    """A directory in shared memory, private to this user, that a later job removes if this process could not."""
+class SharedDirectory(ScratchDirectory):
+    """A directory in shared memory."""
 
     def __init__(self, section: str) -> None:
         """Raises ConfigError, which names the engine's `section`, where the machine has no shared memory."""
         if not _SHARED.is_dir():
             raise ConfigError.of(section, "an engine in another process", f"needs {_SHARED}")
-        self._directory = tempfile.TemporaryDirectory(prefix="tlt-", dir=_SHARED)
-        self.path = Path(self._directory.name)
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)  # shows a later job that this process lives
-
-    def close(self) -> None:
-        """Removes it. A second call does nothing."""
-        self._directory.cleanup()
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        super().__init__("tlt-", _SHARED)
 
 
 def write_shared(path: Path, tensors: Iterable[Named]) -> None:

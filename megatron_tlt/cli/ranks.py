@@ -20,7 +20,7 @@ from megatron_tlt.errors import (
     printable,
 )
 from megatron_tlt.observe.attempt import note_exit
-from megatron_tlt.resilience.shared_memory import sweep_shared_memory
+from megatron_tlt.workers.scratch import sweep_scratch
 
 if TYPE_CHECKING:
     from megatron_tlt.config.run import DistributedSection
@@ -70,7 +70,7 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         note_exit(FAILED)
         return FAILED
     if world.local_rank == 0:
-        sweep_shared_memory()
+        sweep_scratch()
     try:
         code = body(world) or OK
         world.enter("exit")

@@ -81,7 +81,7 @@ def _timeline(args: argparse.Namespace) -> int:
     steps = _range(args.steps)
     if problems := output_file_problems("--out", args.out, TRACE):
         raise ConfigError(problems)
-    run = read_run(args.run_dir, with_responses=False)
+    run = read_run(args.run_dir, with_rollouts=False)
     count = write_timeline(run, args.out, steps)
     _warn(run.warnings)
     hint = "open it in https://ui.perfetto.dev or chrome://tracing"

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from megatron_tlt.types import Prompt
 from megatron_tlt.workers.process import ONE_THREAD
+from megatron_tlt.workers.scratch import ScratchDirectory
 
 # CLONE_NEWUSER | CLONE_NEWNET: no network but a dead loopback. Refused on some machines.
 _UNSHARE = "unshare(0x10000000 | 0x40000000)"
@@ -101,7 +102,8 @@ class Python:
         if self._seconds_left <= 0:
             return f"error: {self._late}"
         # Into a file, whose size the limit bounds as that of others.
-        with tempfile.TemporaryDirectory(prefix="python-tool-") as folder, tempfile.TemporaryFile() as printed:
+        with closing(ScratchDirectory()) as scratch, tempfile.TemporaryFile() as printed:
+            folder = str(scratch.path)
             why = self._run(code, folder, printed.fileno())
             printed.seek(0)
             text = printed.read(self._output).decode(errors="replace")

@@ -28,12 +28,14 @@ def run_page(run: RunData) -> Page:
     if not run.steps:
         before = "".join(f" Evaluated {when(row)}: {accuracy(row)}." for row in run.evals[:1])
         page.headline = f"No step is done yet: charts appear with the first one.{before}"
+    samples = _sample_rows(run)
     page.sections = [
         PageSection("Charts", charts_of(run)),
-        _samples(run),
+        _samples(run, samples),
         PageSection("Settings", [Table(["field", "value"], [(f, cut_value(v)) for f, v in settings(run)], wide=True)]),
     ]
-    equal = equal_rewards_warning(run.steps, run.config.get("algorithm", {}).get("name", ""), run.samples)
+    last = [row for row in samples[:1] if row["step"] == run.last_step]
+    equal = equal_rewards_warning(run.steps, run.config.get("algorithm", {}).get("name", ""), last)
     page.warnings = [*run.reasons, *run.warnings, *([] if equal is None else [equal])]
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     page.footer = f"{run.run_dir.resolve()} · written {now} by megatron-tlt report"
@@ -159,16 +161,22 @@ def cut_value(text: str, at: int = 0) -> str:
     return f"{'… ' if begin else ''}{text[begin:end]}{' …' if end < len(text) else ''}"
 
 
-def _samples(run: RunData) -> PageSection:
-    """Responses of steps at equal distances, those of the last step first; of each step as many, in whole pairs."""
-    every = sorted({row["step"] for row in run.samples}, reverse=True)
+def _sample_rows(run: RunData) -> list[JsonRow]:
+    """Samples of steps at equal distances, the last one first; of each step as many, in whole pairs."""
+    every = [row["step"] for row in reversed(run.steps)]
     steps = every[:: len(every) // _SAMPLE_STEPS + 1]
     most = _SAMPLES // max(1, len(steps)) // 2 * 2
+    found: dict[int, list[JsonRow]] = {step: [] for step in steps}
+    for row in run.samples(steps):
+        if len(found[row["step"]]) < most:
+            found[row["step"]].append(row)
+    return [row for of_step in found.values() for row in reversed(of_step)]
+
+
+def _samples(run: RunData, samples: Sequence[JsonRow]) -> PageSection:
+    """The section of the rows of `_sample_rows`."""
     functions = run.config.get("rewards", {}).get("functions")
-    rows = []
-    for step in steps:
-        for row in reversed([row for row in run.samples if row["step"] == step][:most]):
-            rows.append(row | _shown(row, functions != []) | {"verdict": _verdict(row, functions)})
+    rows = [row | _shown(row, functions != []) | {"verdict": _verdict(row, functions)} for row in samples]
     text = "The best and the worst response of the first prompts of a step: the update learns from their contrast."
     if functions == []:
         text = "Responses to the first prompts of a step. No reward function judges them."

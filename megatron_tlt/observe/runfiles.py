@@ -1,12 +1,14 @@
 """Reading a run directory: of a run in progress, of one without speculation, of hundreds of ranks. Torch-free.
 
-All files but the events hold a row a step; events are read a rank at a time, since there are a few kilobytes of them a
-rank and step. Lines that cannot be read are skipped, and `RunData.warnings` names them.
+All files but events and samples hold a row a step. Of these a rank's, or those of some steps, are read at a time: there
+are a few kilobytes of events a rank and step, and a response may have megabytes. Lines that cannot be read are skipped,
+and `RunData.warnings` names them.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +23,7 @@ from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 from megatron_tlt.observe.summary import SUMMARY_FILE
 
 CONFIG_FILE = "config.json"
+_STEP_OF_ROW = re.compile(rb'\{"step":(\d+),')  # how `StepFile` begins a line
 _EVENT = {"ts": int | float, "step": int | None, "kind": str, "name": str}
 _FIELDS: dict[str, dict[str, type | UnionType]] = {
     METRICS_FILE: {"step": int, "time": int | float},
@@ -41,12 +44,11 @@ class RunData:
     evals: list[JsonRow]
     """Rows that are evaluations, by step."""
     rollouts: list[JsonRow]
-    samples: list[JsonRow]
     summary: JsonRow | None
     ranks: list[int]
     """Those that have an event log: of every start."""
     skipped: SkippedLines = field(default_factory=dict)
-    """Grows as events are read."""
+    """Grows as events and samples are read."""
     condition: str = ""
     """What the status files say of a run that has not made all its steps, as `RunStatus.condition`."""
     reasons: list[str] = field(default_factory=list)
@@ -113,6 +115,17 @@ class RunData:
         waits = ([v for name, v in row.items() if name.startswith(OF_RANK)] for row in self.steps)
         return float(sum(max(seconds, default=0.0) for seconds in waits))
 
+    def samples(self, steps: Collection[int]) -> Iterator[JsonRow]:
+        """Rows of samples.jsonl of `steps`, in their order. The others, of which long runs have GB, are not parsed."""
+
+        def is_other(line: bytes) -> bool:
+            begin = _STEP_OF_ROW.match(line)
+            return begin is not None and line.endswith(b"}\n") and int(begin[1]) not in steps
+
+        is_sample = partial(has_fields, fields=_FIELDS[SAMPLES_FILE])
+        rows = read_rows(self.run_dir / SAMPLES_FILE, self.skipped, is_sample, is_other)
+        return (row for row in rows if row["step"] in steps)
+
     def events(self, rank: int, of_step: Callable[[int], bool] = lambda step: True) -> Iterator[JsonRow]:
         """Events of one rank, in the order they were written: those of no step, and of the steps (0 is the first) for
         which `of_step` is true. The others, of which long runs have GB, are not parsed.
@@ -149,8 +162,8 @@ def is_event(row: JsonRow) -> bool:
     return has_fields(row, fields) and isinstance(attrs, dict) and needed <= attrs.keys()
 
 
-def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
-    """All but the events; `with_responses`: rollouts and samples, too. Raises ConfigError where there is no run."""
+def read_run(run_dir: str | Path, with_rollouts: bool = True) -> RunData:
+    """All but events and samples; rollouts only `with_rollouts`. Raises ConfigError where there is no run."""
     require_run(run_dir)
     folder = Path(run_dir)
     skipped: SkippedLines = {}
@@ -168,8 +181,7 @@ def read_run(run_dir: str | Path, with_responses: bool = True) -> RunData:
         _object(folder / CONFIG_FILE, skipped) or {},
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
-        rows(ROLLOUTS_FILE) if with_responses else [],
-        rows(SAMPLES_FILE) if with_responses else [],
+        rows(ROLLOUTS_FILE) if with_rollouts else [],
         _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
         skipped,

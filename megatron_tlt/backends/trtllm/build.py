@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
+from megatron_tlt.workers.scratch import ScratchDirectory
 
 if TYPE_CHECKING:
     from megatron_tlt.drafters.base import SavedDrafter
@@ -35,8 +36,8 @@ def build_backend(options: EngineOptions) -> TrtllmBackend:
     rollout, model, drafter = options.rollout, options.model, options.drafter
     section = rollout.trtllm
     policy = ModelConfig.from_hf(model.path)
-    with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
-        files = None if drafter is None else _write(drafter, Path(folder) / "drafter", DTYPES[rollout.dtype])
+    with closing(ScratchDirectory()) as scratch:  # the engine has read the drafter when it stands
+        files = None if drafter is None else _write(drafter, scratch.path / "drafter", DTYPES[rollout.dtype])
         process = EngineProcess(trtllm_launch(section), visible_device(torch.device(options.device), "trtllm"))
         try:
             arguments = build_llm_kwargs(rollout, model, process.engine_version, files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.experts import route_type
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.sync.served_weights import ServedWeights
+from megatron_tlt.workers.scratch import ScratchDirectory
 
 _log = logging.getLogger(__name__)
 _LEAST_CAPABILITY = (8, 0)  # of a GPU, for vLLM's batch-invariant mode
@@ -47,8 +48,8 @@ def build_backend(options: EngineOptions) -> VllmBackend:
     assert (drafter is not None) == (rollout.speculation.trained is not None)
     _require_capability(rollout.numerics, device)
     store: dist.TCPStore | None = None
-    with tempfile.TemporaryDirectory() as folder:  # the engine has read the drafter when it stands
-        arguments = _arguments(options, Path(folder))
+    with closing(ScratchDirectory()) as scratch:  # the engine has read the drafter when it stands
+        arguments = _arguments(options, scratch.path)
         variables = visible_device(device, "vllm")
         if (tp := options.tp) is not None and tp.size > 1:
             store = _store() if tp.rank == 0 else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from megatron_tlt.envs.check import episode_problems
 from megatron_tlt.envs.gymnasium import GymnasiumEnvironment
 from megatron_tlt.envs.python import Python
 from megatron_tlt.types import Prompt
+from megatron_tlt.workers.scratch import sweep_scratch
 
 USER = Path(__file__).parent / "user_envs.py"
 PROMPT = Prompt(0, "d:0", (), "q", "7", seed=3)
@@ -155,6 +158,23 @@ def test_python_code_has_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tool.python("while True: pass") == "error: more than 1 s of CPU time"
     late = "error: no end within 0.5 s, which the calls of a turn share"
     assert Python(wall_s=0.5).python("import time; time.sleep(60)") == late
+
+
+KILLED_IN_A_CALL = """
+import os, signal
+from megatron_tlt.envs.python import Python
+Python(wall_s=300.0).python(f"import os, signal; os.kill({os.getpid()}, signal.SIGKILL)")
+"""
+
+
+def test_a_worker_killed_in_a_call_leaves_what_the_next_start_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    subprocess.run([sys.executable, "-c", KILLED_IN_A_CALL], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert list(tmp_path.iterdir())
+    sweep_scratch(tmp_path / "none", young_s=-1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_python_calls_of_a_turn_share_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.observe.jsonl import JsonRow, read_rows, to_line
 from megatron_tlt.observe.page import Chart, Samples
 from megatron_tlt.observe.report import accuracy, run_page, subtitle
 from megatron_tlt.observe.report_charts import longest_rollout
@@ -29,6 +31,12 @@ def samples(page) -> list:
 def configure(folder: Path, **sections: object) -> Path:
     config = json.loads((folder / "config.json").read_text()) | sections
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def change_samples(folder: Path, change: Callable[[list[JsonRow]], list[JsonRow]]) -> Path:
+    path = folder / "samples.jsonl"
+    path.write_text("".join(map(to_line, change(list(read_rows(path))))))
     return folder
 
 
@@ -149,9 +157,9 @@ def test_only_where_a_threshold_is_known_a_response_is_called_wrong(tmp_path, fu
 
 
 def test_a_reward_that_failed_and_tokens_that_are_not_shown_are_named(tmp_path):
-    run = read_run(write_run(tmp_path / "r"))
-    run.samples[-1] |= {"failure": "exact: no result within 10 s", "tokens": 1200}
-    page = run_page(run)
+    last = {"failure": "exact: no result within 10 s", "tokens": 1200}
+    folder = change_samples(write_run(tmp_path / "r"), lambda rows: [*rows[:-1], rows[-1] | last])
+    page = run_page(read_run(folder))
     first, second = samples(page)[:2]
     assert first["verdict"] == "not judged" and "reward failed: exact: no result within 10 s" in first["facts"]
     assert '<b class="muted">not judged</b>' in page.html()
@@ -160,10 +168,12 @@ def test_a_reward_that_failed_and_tokens_that_are_not_shown_are_named(tmp_path):
 
 
 def test_of_many_samples_a_step_those_of_every_step_are_shown_in_pairs(tmp_path):
-    run = read_run(write_run(tmp_path / "r", steps=12))
-    run.samples = [row | {"prompt_id": i} for row in run.samples for i in range(4)]
-    run.steps, run.samples = run.steps[:11], [row for row in run.samples if row["step"] < 12]
-    run.samples.sort(key=lambda row: (row["step"], row["prompt_id"], row["sample_index"]))
+    folder = change_samples(
+        write_run(tmp_path / "r", steps=12),
+        lambda rows: [row | {"prompt_id": i} for at in range(0, 24, 2) for i in range(4) for row in rows[at : at + 2]],
+    )
+    run = read_run(folder)
+    run.steps = run.steps[:11]
     shown = Counter((row["step"], row["prompt_id"]) for row in samples(run_page(run)))
     assert shown == {(step, prompt): 2 for step in range(1, 12) for prompt in range(2)}
 
@@ -174,7 +184,8 @@ def test_rewards_that_teach_nothing_are_named_at_the_top(tmp_path):
     for row in run.steps[1:]:
         row["reward/equal_groups"] = 1.0
     (warning,) = run_page(run).warnings
-    assert "equal rewards in the last 3 steps" in warning and f"reward {run.samples[-1]['reward']}." in warning
+    *_, last = run.samples([4])
+    assert "equal rewards in the last 3 steps" in warning and f"reward {last['reward']}." in warning
 
 
 def test_a_run_before_its_first_step(tmp_path):

@@ -29,6 +29,7 @@ from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.observe.gpu import index_of
 from megatron_tlt.trainer.preflight import missing_files
 from megatron_tlt.types import WeightBucket
+from megatron_tlt.workers.scratch import OF_MACHINE, sweep_scratch
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import TINY
 from tests.helpers.trtllm_engines import fake_python
@@ -78,7 +79,8 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
         if kind == "start":
             given = fields["llm"]["speculative_config"]
             folder = Path(given["speculative_model"])
-            seen.update(given, tensors=load_file(folder / "model.safetensors"))
+            is_swept = folder.parent.name.startswith(OF_MACHINE) and not sweep_scratch(tmp_path / "none", young_s=-1)
+            seen.update(given, is_swept=is_swept, tensors=load_file(folder / "model.safetensors"))
             seen.update(architectures=json.loads((folder / "config.json").read_text())["architectures"])
         return real(self, kind, **fields)
 
@@ -91,6 +93,7 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
     assert seen["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (seen["eagle3_layers_to_capture"], seen["max_draft_len"]) == ([0, 1, 2], 3)
     assert seen["tensors"].keys() == drafter.weights.keys() >= {"lm_head.weight", "d2t", "t2d"}
+    assert seen["is_swept"], "after a kill, not while it reads"
     assert not Path(seen["speculative_model"]).exists(), "it has read it"
     backend.begin_update(1)
     backend.update_weights(WeightBucket(1, [(n, torch.zeros(s)) for n, s in TINY.parameter_shapes().items()]))

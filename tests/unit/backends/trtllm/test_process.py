@@ -23,6 +23,8 @@ from megatron_tlt.backends.trtllm.launch import trtllm_launch
 from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.types import GenerateCall, SamplingParams
+from megatron_tlt.workers import scratch
+from megatron_tlt.workers.scratch import sweep_scratch
 from tests.helpers.fake_decoder import PROMPTS
 from tests.helpers.mpi import ROOT
 from tests.helpers.trtllm_engines import python_with
@@ -144,6 +146,17 @@ def test_short_waits_return_and_their_silence_adds_up(tmp_path: Path, monkeypatc
     assert process.next_response(0.02) is None
     with pytest.raises(BackendError, match="sent no heartbeat for 1 s"):
         all(process.next_response(0.02) is None for _ in range(1000))
+
+
+def test_a_log_stays_while_its_engine_lives_and_goes_when_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = EngineProcess(trtllm_launch(TrtllmSection(python=child(tmp_path, line_of(HELLO)))))
+    log = process._log
+    monkeypatch.setattr(scratch, "_LOG_S", -1.0)
+    sweep_scratch(tmp_path / "none")
+    assert log.exists() and str(log) in str(process.failure("fails"))
+    assert log.name in sweep_scratch(tmp_path / "none")
 
 
 def test_a_child_that_ends_at_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.types import SamplingParams
+from megatron_tlt.workers.scratch import OF_MACHINE, sweep_scratch
 from tests.helpers.mpi import ROOT
 from tests.helpers.pairs import block_config
 from tests.helpers.tiny_drafters import random_drafter
@@ -322,6 +324,23 @@ def test_ranks_of_one_engine_meet_at_a_port_that_is_held_from_the_start(
     with pytest.raises(BackendError, match="stop"):
         build_vllm(EngineOptions(section, MODEL, tp=tp))  # type: ignore[arg-type]
     assert seen[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True", "vLLM's first rank is a client, too"
+
+
+def test_what_a_killed_start_leaves_of_the_drafter_goes_with_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While the engine reads it no other job takes it for that of a killed one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def start(launch: Any, variables: dict[str, str]) -> None:
+        (folder,) = tmp_path.iterdir()
+        assert folder.name.startswith(OF_MACHINE) and not sweep_scratch(tmp_path / "none", young_s=-1)
+        raise BackendError("stop")
+
+    monkeypatch.setattr("megatron_tlt.backends.vllm.build.EngineProcess", start)
+    with pytest.raises(BackendError, match="stop"):
+        build_vllm(EngineOptions(rollout(python=sys.executable), MODEL))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_gpu_without_vllms_batch_invariant_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
