@@ -61,7 +61,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Text with a digest of itself, so that an edited manifest shows."""
-        body = {"format": _FORMAT, **asdict(self)}
+        files = {name: asdict(record) for name, record in self.files.items()}
+        body = {"format": _FORMAT, **vars(self), "files": files}  # `asdict(self)` would copy all of `extra`
         return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import PastResponse, Prompt, Sample
 
 
-_LENGTHS_MIB = 64  # of a history without tokens: some 300,000 prompts
+_LENGTHS_MIB = 64  # of a history without tokens: some 300,000 prompts of a data set
 
 
 def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:

@@ -206,6 +206,11 @@ class PromptStream:
         return self._draws // self._source.size if self._source.size else 0
 
     @property
+    def repeats(self) -> bool:
+        """Whether prompts come again, in each epoch of a finite source. An infinite one has each row once."""
+        return self._source.size is not None
+
+    @property
     def has_openings(self) -> bool:
         """Whether the environment adds texts to prompts, for which all ranks ask together."""
         return self._env.openings is not None

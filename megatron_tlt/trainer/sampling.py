@@ -93,7 +93,8 @@ class GroupSampler:
             with self.metrics.phase("score"), self.recovery.unwatched("scoring"):
                 failures = score(self.queues.world, self.rewards, groups)
                 scored += groups
-                share_responses(self.queues.world, self.backend, groups)
+                if self.recovery.prompts.repeats:  # else no later step reads them
+                    share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
                 left = [g for g in groups if not self.algorithm.keep_group(g)]
                 others = Dropped.of(left)

@@ -137,6 +137,12 @@ def test_ids_count_draws_and_epochs_are_shuffled_anew(ten: PromptSourceConfig) -
     assert len({p.dataset_id for p in prompts}) == 10
 
 
+def test_prompts_of_a_finite_source_come_again(ten: PromptSourceConfig) -> None:
+    for source, repeats in ((ten, True), (TASKS, False)):
+        prompts = (made := stream(source)).next_batch(30)
+        assert made.repeats == repeats == (len({p.dataset_id for p in prompts}) < 30)
+
+
 def test_splits_of_one_data_set_share_no_names(tmp_path: Path) -> None:
     names: set[str] = set()
     for split in ("train", "test"):

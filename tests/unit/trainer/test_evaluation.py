@@ -103,6 +103,14 @@ def test_an_evaluation_counts_what_was_not_judged_and_ends_where_nothing_was(cap
     assert "4 of 4 trajectories ended without an answer of their environment; one of them" in caplog.text
 
 
+def test_responses_to_held_out_prompts_are_remembered():
+    """Whatever their source: each evaluation has the same ones."""
+    evaluator, kept = evaluator_of(failed=0), []
+    evaluator._backend.remember = kept.extend
+    evaluator.run(5)
+    assert [response.dataset_id for response in kept] == ["q0", "q0", "q1", "q1"]
+
+
 @pytest.mark.parametrize(
     ("answers", "num_prompts", "pass_at"),
     [

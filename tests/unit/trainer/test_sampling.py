@@ -107,7 +107,9 @@ class Rewards:
         return self.failure
 
 
-def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int | None = None) -> GroupSampler:
+def sampler_of(
+    ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int | None = None, repeats: bool = True
+) -> GroupSampler:
     section = AlgorithmSection(dynamic_sampling=carry_over is None, max_sampling_rounds=rounds)
     rollout = {"samples_per_prompt": 2, "carry_over": carry_over}
     overrides = {"train": {"prompts_per_step": wanted}, "rollout": rollout}
@@ -127,6 +129,7 @@ def sampler_of(ranks: Ranks, rounds: int = 1, wanted: int = 3, carry_over: int |
         algorithm=build_algorithm(section, max_tokens=8),
         recovery=SimpleNamespace(
             state=TrainState(),
+            prompts=SimpleNamespace(repeats=repeats),
             generate=lambda call: (ranks.generate(call), False),
             may_stop=lambda *_: None,
             unwatched=lambda what: ranks.unwatched.append(what) or nullcontext(),
@@ -155,6 +158,12 @@ def test_responses_that_are_not_trained_on_are_remembered_too() -> None:
     assert [g.prompt.prompt_id for g in groups] == [1] and metrics["rollout_cache/reused"] == 0
     scores = [("q0", 1.0), ("q0", 1.0), ("q1", 1.0), ("q1", 0.0), ("q2", 1.0), ("q2", 1.0)]
     assert [(a.dataset_id, a.score) for a in ranks.history] == scores
+
+
+def test_responses_to_prompts_that_never_come_again_are_not_remembered() -> None:
+    ranks = Ranks()
+    groups, scored, _ = sampler_of(ranks, rounds=1, repeats=False).sample(4)
+    assert (len(groups), len(scored), ranks.history) == (1, 3, [])
 
 
 @pytest.mark.parametrize("wanted", [1, 2, 3])
