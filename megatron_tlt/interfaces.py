@@ -138,12 +138,13 @@ class RolloutBackend(Protocol):
         """
 
     def trace_drafts(self, num_prompts: int) -> None:
-        """From the next `generate` on keeps the drafts of its first `num_prompts` prompts, for `drafts_of`. Raises
-        BackendError from an engine without `capabilities.draft_traces`.
+        """From the next `generate` on keeps the drafts of the first `num_prompts` prompts of each, for `drafts_of`, in
+        place of those kept so far; not of a `generate` with `GenerateCall.until`. Raises BackendError from an engine
+        without `capabilities.draft_traces`.
         """
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
-        """Drafts of a response of the last `generate`, as `observe.rollouts` writes them; None: not known."""
+        """Drafts of a response since the last `trace_drafts`, as `observe.rollouts` writes them; None: not known."""
 
     @property
     def history_responses(self) -> int:

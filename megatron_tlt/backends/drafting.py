@@ -39,6 +39,7 @@ from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.speculation.counters import SpeculationCounters
 from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED
 from megatron_tlt.rollout.speculation.selector import build_selector
+from megatron_tlt.rollout.speculation.step_costs import LEAST_SECONDS
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
 _Choice = tuple[DraftStrategy, Draft | None]  # the drafter's strategy, and drafts by earlier responses
@@ -106,7 +107,7 @@ class StepDrafting:
         draft = chains(drafted) if fed > rows else None
 
         def read() -> None:
-            seconds = _seconds(*marks[:2]), _seconds(*marks[1:])
+            seconds = _seconds(*marks[:2]), max(LEAST_SECONDS, _seconds(*marks[1:]))
             step = StepMeasurement(strategy, rows, fed, *seconds, emitted, longest, hits)
             if is_measured and own is None:
                 self._selector.record(step)

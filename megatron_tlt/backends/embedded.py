@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.engine import Engine
     from megatron_tlt.rollout.request import Request
     from megatron_tlt.rollout.speculation.history import ResponseHistory
-    from megatron_tlt.rollout.speculation.speculator import Speculator
     from megatron_tlt.sync.served_weights import ServedWeights
 
 _SHOWN_TOKENS = 1000  # of a response, in `drafts_of`
@@ -56,7 +55,8 @@ class EmbeddedBackend(BaseBackend):
         self._release_cache = release_cache
         if release_cache:
             engine.release()
-        self._traced_prompts = 0
+        self._traced_prompts = 0  # of each call
+        self._traced_ids: set[int] = set()
         self._engine: Engine | None = engine
 
     @property
@@ -74,7 +74,7 @@ class EmbeddedBackend(BaseBackend):
         if engine.speculator is not None:
             engine.speculator.begin(call.drafts)
             if self._traced_prompts and call.until is None:  # else a pre-rollout's drafts would replace the step's
-                call = self._traced(call, engine.speculator)
+                call = self._traced(call)
         try:
             return Drive(engine, call, engine.runner.tp, self._sample).run()
         finally:
@@ -83,15 +83,13 @@ class EmbeddedBackend(BaseBackend):
             if self._release_cache:
                 self.release()
 
-    def _traced(self, call: GenerateCall, speculator: Speculator) -> GenerateCall:
+    def _traced(self, call: GenerateCall) -> GenerateCall:
         """The call, of whose first prompts the drafts are kept."""
-        traced: set[int] = set()
-        speculator.start_trace(traced)
 
         def prompts() -> Iterator[Prompt]:
-            for prompt in call.prompts:
-                if len(traced) < self._traced_prompts:
-                    traced.add(prompt.prompt_id)
+            for number, prompt in enumerate(call.prompts):
+                if number < self._traced_prompts:
+                    self._traced_ids.add(prompt.prompt_id)
                 yield prompt
 
         return replace(call, prompts=prompts())
@@ -204,7 +202,9 @@ class EmbeddedBackend(BaseBackend):
         self._engine = None
 
     def trace_drafts(self, num_prompts: int) -> None:
-        self._traced_prompts = num_prompts
+        self._traced_prompts, self._traced_ids = num_prompts, set()
+        if self.engine.speculator is not None:
+            self.engine.speculator.start_trace(self._traced_ids)
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:
         speculator = self.engine.speculator

@@ -20,11 +20,6 @@ class ParkedRequests:
     def __iter__(self) -> Iterator[Prefill]:
         return iter(self._prefills.values())
 
-    def find(self, prompt_id: int, sample_index: int) -> Request | None:
-        """The request, if it is parked."""
-        prefill = self._prefills.get((prompt_id, sample_index))
-        return None if prefill is None else prefill.children[0]
-
     def add(self, request: Request, blocks: list[int], cached: int) -> None:
         """Parks a request without a row; `blocks`, a reference to each, hold its first `cached` tokens. Mutates."""
         request.end_turn()

@@ -138,15 +138,10 @@ class RunningRows:
         rows: list[int] = ended.nonzero()[0].tolist()
         return rows
 
-    def add_blocks(self, rows: np.ndarray, blocks: np.ndarray) -> None:
-        """Appends `blocks` [R] to the tables of `rows` [R], one to each; no row twice."""
+    def add_blocks(self, rows: np.ndarray | int, blocks: np.ndarray | int) -> None:
+        """Appends `blocks` [R] to the tables of `rows` [R], one to each; no row twice. Or one block to a row's."""
         self.block_tables[rows, self.num_blocks[rows]] = blocks
         self.num_blocks[rows] += 1
-
-    def add_block(self, row: int, block: int) -> None:
-        """Appends a block to a row's table."""
-        self.block_tables[row, self.num_blocks[row]] = block
-        self.num_blocks[row] += 1
 
     def drop_blocks(self, row: int, keep: int) -> list[int]:
         """Removes the blocks from index `keep` on from a row's table; returns them."""

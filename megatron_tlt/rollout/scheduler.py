@@ -20,6 +20,7 @@ comes every sqrt(2 R / A) steps.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class Scheduler:
         self._waited = 0  # steps that the queued requests have waited since the last step of prefill, all together
         self.parked = ParkedRequests()
         self._waiting: list[Prefill] = []  # heap by order
-        self._prefilling: list[Prefill] = []  # in order, blocks allocated
+        self._prefilling: list[Prefill] = []  # blocks allocated
         self._ready: list[Prefill] = []  # in order, all in the cache, children to start
         self._reserved = False  # whether rows hold blocks for drafts
 
@@ -153,7 +154,7 @@ class Scheduler:
         for row in (missing > 0).nonzero()[0].tolist():
             self._reserved = True
             for block in self.blocks.allocate(min(missing.item(row), self.blocks.num_free)):
-                rows.add_block(row, block)
+                rows.add_blocks(row, block)
             lengths[row] = min(lengths.item(row), have.item(row) * size - 1 - positions.item(row))
         return lengths
 
@@ -250,13 +251,12 @@ class Scheduler:
         """Frees all blocks of the latest arrival that holds some, a parked one first; it is recomputed later."""
         if self._take_parked_blocks():
             return
-        queues = [q for q in (self._prefilling, self._ready) if q]
-        queue = max(queues, key=lambda q: q[-1].order, default=None)
+        prefill = max((*self._prefilling, *self._ready), default=None)
         latest = max(self.rows.requests, key=lambda r: r.order, default=None)
-        assert queue or latest, "memory pressure while no request holds blocks"
+        assert prefill or latest, "memory pressure while no request holds blocks"
         self.num_preemptions += 1
-        if queue and (latest is None or queue[-1].order > latest.order):
-            prefill = queue.pop()
+        if prefill and (latest is None or prefill.order > latest.order):
+            (self._ready if prefill in self._ready else self._prefilling).remove(prefill)
             self.blocks.free(prefill.drop_blocks())
         else:
             assert latest is not None
@@ -404,7 +404,7 @@ class Scheduler:
                 self._prefilling.remove(prefill)
                 finished += computed_again(prefill)
                 if prefill.children:
-                    self._ready.append(prefill)
+                    insort(self._ready, prefill)  # a turn that goes on may have arrived before those in here
                 else:
                     self.blocks.free(prefill.blocks)
         return finished

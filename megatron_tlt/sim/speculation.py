@@ -78,7 +78,7 @@ class Speculation:
         emitted, rows = draft.emitted, running + int(draft.counts.sum())
         verifying = self._costs.step(running, rows, cached, rows > running)
         if selector is not None and measures:
-            tokens, longest = int(emitted.sum()), strategy.draft_len
+            tokens, longest = int(emitted.sum()), min(strategy.draft_len, self._share(running, running))
             accepted = draft.accepted(longest)
             selector.record(StepMeasurement(strategy, running, rows, drafting, verifying, tokens, longest, accepted))
         if matching:
@@ -102,12 +102,16 @@ class Speculation:
         rest = int(np.count_nonzero(others))
         if strategy.kind == "none" or not rest:
             return SimDraft(counts, emitted, 0), 0.0
-        share = max(0, self._most_rows - running - int(counts.sum())) // rest
+        share = self._share(running + int(counts.sum()), rest)
         draft = self.acceptance.draft(strategy, np.full(rest, share), rng)
         counts[others], emitted[others] = draft.counts, draft.emitted
         passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
         seconds = self._costs.draft(strategy.kind, rest, passes, int(draft.counts.sum()))
         return SimDraft(counts, emitted, draft.passes), seconds
+
+    def _share(self, rows: int, others: int) -> int:
+        """Tokens that each of `others` requests may draft, in a step that has so many `rows` without them."""
+        return max(0, self._most_rows - rows) // others
 
 
 class MatchingRows(PreRollouts):

@@ -73,6 +73,8 @@ class GroupSampler:
     pre_rollouts: PreRollouts | None = None
     algorithm: Algorithm
     metrics: RunMetrics
+    traced_prompts: int = 0
+    """Of each rollout, whose drafts the engine keeps until the next step."""
     _lengths: np.ndarray = field(default_factory=lambda: np.array([_FIRST_LENGTH]))
     """Tokens of the last rollout's responses, ascending."""
 
@@ -86,6 +88,8 @@ class GroupSampler:
         kept: list[SampleGroup] = []
         scored: list[SampleGroup] = []
         rounds, dropped = 0, Dropped()
+        if self.traced_prompts:
+            self.backend.trace_drafts(self.traced_prompts)
         self.drafter.begin_step(self.backend.policy_version, self.backend.lookup_tables)
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1

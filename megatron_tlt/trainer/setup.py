@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.tensor_parallel import TensorParallel
     from megatron_tlt.distributed.world import World
-    from megatron_tlt.observe.rollouts import DraftsOf
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.trainer.sft import SftTrainer
 
@@ -85,7 +84,8 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     policy, drafter, backend = build_models(config, world, algorithm, tokenizer, tp)
     state = TrainState()
     turns_of = None if environments is None else environments.turns_of
-    metrics = RunMetrics(config, world, state, _traced_drafts(config, world, backend), turns_of)
+    traced_prompts = _traced_prompts(config, world, backend)
+    metrics = RunMetrics(config, world, state, backend.drafts_of if traced_prompts else None, turns_of)
 
     # Around rollout and update.
     queues = prompt_queues(config, world, tp)
@@ -114,6 +114,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         pre_rollouts=_pre_rollouts(config, prompts, queues, backend),
         algorithm=algorithm,
         metrics=metrics,
+        traced_prompts=traced_prompts,
     )
     temperature, prompts_per_step = config.rollout.temperature, config.train.prompts_per_step
     return RLTrainer(
@@ -224,13 +225,14 @@ def _idle_window(
     )
 
 
-def _traced_drafts(config: Config, world: World, backend: RolloutBackend) -> DraftsOf | None:
-    """Rank 0's drafts of the samples that are logged; None: this rank logs no samples, or its engine traces none."""
+def _traced_prompts(config: Config, world: World, backend: RolloutBackend) -> int:
+    """Prompts of a rollout whose drafts rank 0 keeps, for the samples that are logged; 0 on other ranks, and where its
+    engine traces none.
+    """
     if not (world.is_main and backend.capabilities.draft_traces):
-        return None
+        return 0
     # Samples are written in pairs of one prompt: its best response and its worst.
-    backend.trace_drafts((config.observe.samples_per_step + 1) // 2)
-    return backend.drafts_of
+    return (config.observe.samples_per_step + 1) // 2
 
 
 def build_rollout_cache(

@@ -225,10 +225,10 @@ class OracleDrafter:
             done = int(rows.output_len[row])
             assert self.live[request.order] == rows.outputs[request.slot, :done].tolist()
             known = self.responses.get((request.prompt_id, request.sample_index), ([], []))[0][done:]
-            drafted = [self._token(known, at) for at in range(length)]
-            counts.append(length)
-            tokens += drafted
-            likely += [0.7**at for at in range(1, length + 1)]
+            kept = [p for at in range(1, length + 1) if (p := 0.7**at) >= strategy.min_cumulative_acceptance]
+            counts.append(len(kept))
+            tokens += [self._token(known, at) for at in range(len(kept))]
+            likely += kept
         return Draft(np.array(counts, np.int32), np.array(tokens, np.int32), np.array(likely, np.float32))
 
     def _token(self, truth: list[int], at: int) -> int:

@@ -67,11 +67,3 @@ class Draft:
         """Tokens, acceptance and feature; 0 of a drafter without one."""
         feature = np.zeros(self.num_tokens, np.int32) if self.feature is None else self.feature
         return self.tokens, self.cumulative_acceptance, feature
-
-    def likely(self, least: float) -> Draft:
-        """The tokens with a cumulative acceptance of at least `least`.
-
-        If the seconds of a step grow linearly with its rows, and `least` is the number of tokens that are generated in
-        the seconds of a row, this choice generates most tokens per second (the greedy choice of DSpark, Algorithm 1).
-        """
-        return self.select(self.cumulative_acceptance >= least)

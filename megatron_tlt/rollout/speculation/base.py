@@ -34,7 +34,9 @@ class Drafter(Protocol):
         return
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
-        """Up to `lengths` int32 [B] tokens in a row for each row (0: none)."""
+        """Up to `lengths` int32 [B] tokens in a row for each row (0: none), none of them below the least cumulative
+        acceptance of `strategy`.
+        """
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         """Learns from the verified `draft`. `reached` bool [N]: all tokens before it were emitted; `accepted`: it, too.

@@ -17,7 +17,8 @@ A trial is an interval of another candidate. Its lost seconds are its own less t
 generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `exploration` of
 the time at most. Where a bucket has measured plain decoding only, or drafts only, the first trial of the other may
 lose more: what it loses is predicted from other batch sizes, and that prediction can be far off. The right side of
-`verified` is the number of tokens that the best candidate generates in the seconds of a row.
+`verified` is the number of tokens that the best candidate generates in the seconds of a row: where the seconds of a
+step grow linearly with its rows, this choice brings most tokens a second (the greedy one of DSpark, Algorithm 1).
 
 A new drafter (the first one, or new weights) that no bucket drafts with gets a trial of one drafted token, in the
 first bucket where that loses 2 * `exploration` of the seconds since the last such trial at most, if nothing is

@@ -28,6 +28,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.speculation.base import Drafter
 from megatron_tlt.rollout.speculation.counters import SpeculationCounters
 from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED
+from megatron_tlt.rollout.speculation.step_costs import LEAST_SECONDS
 from megatron_tlt.rollout.speculation.trace import DraftTrace
 from megatron_tlt.rollout.speculation.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -77,7 +78,7 @@ class Speculator:
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
         self._step = _PLAIN  # the present one
         self._draft_seconds = self._own_seconds = 0.0  # of the present step; of them, for its pre-rolled part
-        self._longest = 0  # tokens that each row without a pre-rolled draft might draft
+        self._longest = 0  # tokens that each row without a pre-rolled draft had room for
         self._proposed = 0.0  # the clock when the present step's proposal was ready
 
     def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
@@ -125,7 +126,6 @@ class Speculator:
             if step.strategy.kind != last_kind:  # reading earlier steps' tokens is a cost of the switch
                 started = self._clock()
             other = self._tp.broadcast_object(self.drafter.propose(self._rows, lengths, step.strategy))
-            other = other.likely(step.strategy.min_cumulative_acceptance)
             draft = other if draft is None else draft.join(other)
             self._draft_seconds += self._clock() - started
         self._proposed = self._clock()
@@ -157,7 +157,9 @@ class Speculator:
             longest = np.where(counts, 0, np.minimum(left, self._longest))
         if not longest.any() and pre_rolled is None:
             return None, longest
-        lengths = self._reserve(longest + counts)
+        wanted = longest + counts
+        lengths = self._reserve(wanted)
+        self._longest = int(lengths[lengths < wanted].min(initial=self._longest))
         if pre_rolled is not None:
             pre_rolled = pre_rolled.select(pre_rolled.positions < lengths[pre_rolled.row_of])
         return pre_rolled, np.where(counts, 0, lengths)
@@ -171,7 +173,7 @@ class Speculator:
             self.trained.feed_chunks(batch)
         if not batch.is_decode or self._is_off:
             return
-        step_seconds, step = self._clock() - self._proposed, self._step
+        step_seconds, step = max(LEAST_SECONDS, self._clock() - self._proposed), self._step
         strategy = step.strategy if step.pre_rolled is None else PRE_ROLLED
         drafted, accepted = 0, _NO_POSITIONS
         if draft is not None:

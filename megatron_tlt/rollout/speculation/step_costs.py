@@ -16,6 +16,7 @@ _MEAN_STEPS = 128  # steps that a candidate's means fade over: some ten trials
 _COUNT_STEPS = 2048  # request-steps that acceptance counts fade over: the policy changes between rollouts
 _PRIOR_STEPS = 16.0  # request-steps that a rate's prior weighs: enough to keep a first draft's chance out
 _PRIOR_RATE = 0.7  # acceptance rate of the first position before anything was measured
+LEAST_SECONDS = 1e-6  # of a measured step: the clock of a thread may be coarse, and not have moved
 FULL_WEIGHT = 12.0  # steps from which on a candidate's means weigh as much as any in a fit
 _MOST_UNFITTED = 32  # steps between two fits
 _RIDGE = 0.01  # weight of a fit's prior (all terms have equal shares of the seconds): below that of any measurement

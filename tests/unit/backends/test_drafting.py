@@ -76,6 +76,15 @@ def test_steps_are_counted_and_those_with_prompts_not_measured() -> None:
     assert stats["emitted_tokens"] == stats["row_steps"] + sum(stats["accepted_at"])
 
 
+@pytest.mark.parametrize("selector", ["cost_model", "beg_mab"])
+def test_steps_in_which_the_clock_has_not_moved_are_measured(selector: str) -> None:
+    """That of a thread may be coarse."""
+    engine = Engine(selector)
+    engine.drafting._clock = lambda: 0.0
+    for _ in range(100):
+        engine.step(1)
+
+
 class Device:
     """A GPU's queue: work ends when it is waited for, or when the host has read a step's tokens."""
 

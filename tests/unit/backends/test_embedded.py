@@ -225,3 +225,20 @@ def test_prompts_are_fetched_when_there_is_room_and_two_engines_give_the_respons
     assert first.engine.blocks.num_free == first.engine.blocks.num_blocks
     theirs = fake_backend(max_running=3).generate(GenerateCall(others, params, 5))
     assert sorted([*mine, *theirs], key=lambda s: (s.prompt_id, s.sample_index)) == whole
+
+
+def test_drafts_of_all_calls_are_kept_until_they_are_traced_anew():
+    """Dynamic sampling may take several for one step."""
+    backend, params = fake_backend(drafter="none"), SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
+    first, second = (
+        GenerateCall([Prompt(i, f"q{i}", (3 + i, 4), "?") for i in ids], params, 1) for ids in ((0, 1), (2, 3))
+    )
+    calls = []
+    for call in (first, second):
+        tokens = {(s.prompt_id, 0): np.array(s.token_ids, np.int32) for s in backend.generate(call)}
+        calls.append(replace(call, drafts=tokens))
+    backend.trace_drafts(1)
+    samples = [sample for call in calls for sample in backend.generate(call)]
+    assert [backend.drafts_of(sample) is not None for sample in samples] == [True, False, True, False]
+    backend.trace_drafts(1)
+    assert backend.drafts_of(samples[0]) is None

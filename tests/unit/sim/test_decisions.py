@@ -2,6 +2,7 @@ import numpy as np
 
 from megatron_tlt.sim.cost_model import build_costs
 from megatron_tlt.sim.decisions import Decider
+from megatron_tlt.sim.speculation import Speculation
 from tests.helpers.sim import sim_config
 
 
@@ -17,3 +18,18 @@ def test_the_cost_model_is_never_much_slower_than_plain_decoding():
         if quality:
             assert (gains[table.requests[table.requests > 8] - 1].max(axis=1) > 1.1).all()
     assert (np.diff(table.requests) > 0).all()
+
+
+def test_a_step_without_room_for_whole_drafts_says_how_long_they_could_be():
+    """As the engine's: longer ones would count as rejected."""
+    eagle = (
+        "rollout.speculation.drafter=eagle",
+        "rollout.speculation.selector=fixed",
+        "rollout.speculation.draft_len=8",
+    )
+    config, recorded = sim_config(*eagle), []
+    speculation = Speculation(config, build_costs(config), (0,))
+    speculation._selector.record = recorded.append
+    for running in (4, 2048):  # of 8,192 rows
+        speculation.step(running, 1000.0 * running)
+    assert [m.longest for m in recorded] == [8, 3]

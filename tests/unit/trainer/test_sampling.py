@@ -45,9 +45,13 @@ class Ranks:
         self.shown: list[tuple[int, int, int]] = []
         self.history: list[PastResponse] = []
         self.unwatched: list[str] = []
+        self.traced: list[int] = []
 
     def lookup_tables(self) -> Any:
         """No drafter reads them."""
+
+    def trace_drafts(self, num_prompts: int) -> None:
+        self.traced.append(num_prompts)
 
     def new_counter(self) -> Any:
         return lambda more: len(PROMPTS)
@@ -169,8 +173,11 @@ def test_responses_to_prompts_that_never_come_again_are_not_remembered() -> None
 @pytest.mark.parametrize("wanted", [1, 2, 3])
 def test_rounds_go_on_until_enough_groups_have_a_gradient(wanted: int) -> None:
     ranks = Ranks()
-    groups, *_ = sampler_of(ranks, rounds=5, wanted=wanted).sample(4)
+    sampler = sampler_of(ranks, rounds=5, wanted=wanted)
+    sampler.traced_prompts = 2
+    groups, *_ = sampler.sample(4)
     assert sorted(g.prompt.prompt_id for g in groups) == [1, 3, 4][:wanted] and len(ranks.asked) == 2
+    assert ranks.traced == [2], "once a step: the drafts of all rounds are kept"
     assert ranks.unwatched == ["scoring"] * 2
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.speculation.bandit import BucketedEpsilonGreedy
+from megatron_tlt.rollout.speculation.cost_model_selector import CostModelSelector
 from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+from megatron_tlt.rollout.speculation.selector import StrategySelector
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.rollout.speculation.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.suffix_tables import make_request
 
-CHAIN = DraftStrategy("slow", 3, min_cumulative_acceptance=0.5)
+CHAIN = DraftStrategy("slow", 3)
 
 
 class World:
@@ -22,13 +29,13 @@ class World:
 
     kind = "slow"
 
-    def __init__(self) -> None:
-        self.now, self.syncs = 0.0, 0
+    def __init__(self, reserve: Callable[[np.ndarray], np.ndarray] = lambda lengths: lengths) -> None:
+        self.now, self.syncs, self.clock_runs = 0.0, 0, True
         self.strategy = NO_DRAFT
         self.recorded: list[StepMeasurement] = []
         self.rows = RunningRows(4, 16, 4, 50, max_output=64)
-        parts = self, self, self.rows, lambda nodes: nodes, TensorParallel(), PreRollouts(self.rows, 16, None)
-        self.speculator = Speculator(*parts, clock=lambda: self.now)
+        parts = self, self, self.rows, reserve, TensorParallel(), PreRollouts(self.rows, 16, None)
+        self.speculator = Speculator(*parts, clock=lambda: self.now if self.clock_runs else 0.0)
         request = make_request(0, [1, 2], [3])
         request.params = SamplingParams(max_tokens=40)
         self.rows.start(request, [0], 2, 2)
@@ -46,8 +53,8 @@ class World:
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         self.now += 3.0
-        three = np.arange(1, 4, dtype=np.int32)
-        return Draft(np.array([3], np.int32), three, np.array([0.9, 0.8, 0.4], np.float32), three)
+        two = np.arange(1, 3, dtype=np.int32)
+        return Draft(np.array([2], np.int32), two, np.array([0.9, 0.8], np.float32), two)
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
         pass
@@ -59,7 +66,7 @@ class World:
         assert (draft is not None) == (strategy is CHAIN)
         self.now += 10.0
         result = StepResult(np.ones(1, np.int32), np.zeros(1, np.float32))
-        if draft is not None:  # two nodes are left, of which the first is emitted
+        if draft is not None:  # of two tokens the first is emitted
             two = np.ones(2, np.int32)
             is_emitted = np.array([True, False])
             accepted = Accepted(np.array([2], np.int32), np.arange(2, dtype=np.int32), is_emitted, two > 0)
@@ -104,3 +111,23 @@ def test_a_step_without_room_for_whole_drafts_says_how_long_they_could_be() -> N
     world.speculator.pre_rollouts.most_rows = 3
     world.step(CHAIN)
     assert [m.longest for m in world.recorded] == [2]
+
+
+def test_a_step_without_blocks_for_whole_drafts_says_how_long_they_could_be() -> None:
+    world = World(reserve=lambda lengths: np.minimum(lengths, 1))
+    world.step(CHAIN)
+    assert [m.longest for m in world.recorded] == [1]
+
+
+@pytest.mark.parametrize(
+    "selector", [CostModelSelector("suffix", 3), BucketedEpsilonGreedy([NO_DRAFT, DraftStrategy("suffix", 3)], [1])]
+)
+def test_steps_in_which_the_clock_has_not_moved_are_measured(selector: StrategySelector) -> None:
+    """That of a thread may be coarse."""
+    world = World()
+    world.clock_runs = False
+    for strategy in (NO_DRAFT, CHAIN):
+        world.step(strategy)
+    for _ in range(100):
+        drafts = selector.select(1).draft_len > 0
+        selector.record(replace(world.recorded[drafts], strategy=selector.select(1)))
