@@ -139,6 +139,9 @@ class CostModelSelector:
     def drafter_changed(self) -> None:
         self._is_new = True
 
+    def policy_changed(self) -> None:
+        """Nothing: trials never end."""
+
     def _forget_former_drafter(self, here: _Bucket) -> None:
         """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all.
 
