@@ -178,6 +178,11 @@ class StepDrafting:
         self._read()
         self._selector.drafter_changed()
 
+    def policy_changed(self) -> None:
+        """A weight sync of the policy is complete."""
+        self._read()
+        self._selector.policy_changed()
+
     def take_stats(self) -> dict[str, Any]:
         """The fields of `SpeculationStats` since the last call. Resets them."""
         self._read()

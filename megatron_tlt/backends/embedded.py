@@ -187,6 +187,8 @@ class EmbeddedBackend(BaseBackend):
     def finish_update(self) -> None:
         """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""
         self._weights.commit()
+        if self.engine.speculator is not None:
+            self.engine.speculator.policy_changed()
         self._end_update()
 
     def take_stats(self) -> EngineStats:

@@ -30,7 +30,7 @@ class BanditSection(Section):
     thresholds: tuple[PositiveInt, ...] = (1, 3, 9, 17)
     """Running requests at which the buckets begin."""
     epsilon: float = Field(default=0.1, ge=0, le=1)
-    """Share of exploring steps at the start; it halves with every 138 steps of a bucket."""
+    """Share of exploring steps behind a weight sync; it halves with every 138 steps of a bucket until the next one."""
 
 
 class SpeculationSection(Section):

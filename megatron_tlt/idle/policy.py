@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 TRAINING_SHARE = 0.25
-"""Of a run's idle seconds, where prompts are left to pre-roll: a drafter follows its policy with little training, and
-what is pre-rolled saves the next step's own tokens.
+"""Of the idle seconds of recent windows, where prompts are left to pre-roll: a drafter follows its policy with little
+training, and what is pre-rolled saves the next step's own tokens.
 """
+_FADE = 0.9  # from one window to the next: ten windows count, as lengths and speeds change over a run
 
 
 class Action(IntEnum):
@@ -51,9 +52,34 @@ class IdleView:
     can_pre_roll: bool = False
     """Prompts of the next two steps have not been pre-rolled in this window."""
     training_share: float = 0.0
-    """Of the run's idle seconds so far, those in micro-steps."""
+    """Of the idle seconds of recent windows and this one, those in micro-steps."""
     usual_seconds: float = 0.0
-    """Idle seconds of a window of this run, on average; 0: it is the first."""
+    """Idle seconds of a recent window, on average; 0: it is the first."""
+
+
+@dataclass(slots=True)
+class RecentWindows:
+    """Idle time of one rank's earlier windows, the latest of which count most."""
+
+    _idle: float = 0.0  # seconds, faded
+    _trained: float = 0.0  # of them in micro-steps
+    _count: float = 0.0  # of windows, faded
+
+    def add(self, idle: float, trained: float) -> None:
+        """A window has ended, of `idle` seconds, `trained` of them in micro-steps."""
+        self._idle = _FADE * self._idle + idle
+        self._trained = _FADE * self._trained + trained
+        self._count = _FADE * self._count + 1
+
+    def training_share(self, idle: float, trained: float) -> float:
+        """`IdleView.training_share` in a window of so many seconds until now; 0 without any."""
+        idle += self._idle
+        return (self._trained + trained) / idle if idle > 0 else 0.0
+
+    @property
+    def usual_seconds(self) -> float:
+        """`IdleView.usual_seconds`."""
+        return self._idle / self._count if self._count else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.errors import DrafterError
-from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
+from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView, RecentWindows
 from megatron_tlt.idle.state import RankState, StateSpan, StateTracker, seconds_in
 from megatron_tlt.observe.clock import wall_seconds
 
@@ -104,8 +104,7 @@ class IdleWindow:
         self._failure: str | None = None
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last micro-steps
         self._is_warm = False  # whether there was one: the first builds and allocates much, and is no measure
-        # Of the run's earlier windows: seconds idle and in micro-steps, and their number.
-        self._idle_before, self._trained_before, self._windows = 0.0, 0.0, 0
+        self._recent = RecentWindows()
         self.begin()
 
     def begin(self) -> None:
@@ -199,7 +198,6 @@ class IdleWindow:
 
     def _view(self, sums: _Sums) -> IdleView:
         seconds_idle = self._clock() - sums.idle_since
-        idle_in_run = self._idle_before + seconds_idle
         return IdleView(
             seconds_idle=seconds_idle,
             is_over=self.coordinator.is_over,
@@ -209,8 +207,8 @@ class IdleWindow:
             steps=sums.steps - sums.parked_steps,
             step_seconds=median(self._step_seconds) if self._step_seconds else 0.0,
             can_pre_roll=sums.can_pre_roll,
-            training_share=(self._trained_before + sums.trained) / idle_in_run if idle_in_run > 0 else 0.0,
-            usual_seconds=self._idle_before / max(1, self._windows),
+            training_share=self._recent.training_share(seconds_idle, sums.trained),
+            usual_seconds=self._recent.usual_seconds,
         )
 
     def _train_one(self, step_fn: StepFn, sums: _Sums) -> None:
@@ -233,9 +231,7 @@ class IdleWindow:
         self._tracker.to(RankState.BUSY)
         spans = self._tracker.finish()[:-1]  # without the BUSY of no length that closes the phase
         idle_seconds = seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING)
-        self._idle_before += idle_seconds
-        self._trained_before += sums.trained
-        self._windows += 1
+        self._recent.add(idle_seconds, sums.trained)
         if self._on_span is not None:
             for span in spans:
                 self._on_span(span.state.name, self._began_at + span.start - spans[0].start, span.seconds)

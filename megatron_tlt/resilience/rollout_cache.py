@@ -119,13 +119,16 @@ class ResponseWriter:
     """
 
     def __init__(self, max_bytes: float):
-        """At most `max_bytes` are written into steps that were not removed; responses beyond are not kept."""
+        """At most `max_bytes` are written into steps that were not removed; responses beyond are not kept, with one
+        warning.
+        """
         self._max_bytes = max_bytes
         self._path: Path | None = None
         self._key: Mapping[str, Any] = {}
         self._file: BinaryIO | None = None
         self._sizes: dict[Path, int] = {}  # bytes of this writer in each step's directory
         self.has_failed = False
+        self._is_full = False  # whether a response was left out
 
     def begin(self, path: Path, key: Mapping[str, Any]) -> None:
         """From now on responses go to `path`, which is created with the first of them."""
@@ -149,6 +152,10 @@ class ResponseWriter:
             # Rank 0 removes what a checkpoint covers, for all writers.
             self._sizes = {step: size for step, size in self._sizes.items() if step.exists()}
         if sum(self._sizes.values()) + len(data) > self._max_bytes:
+            if not self._is_full:
+                gib, cache = self._max_bytes / 2**30, path.parent.parent
+                _log.warning("%s has reached %.3g GiB: a restart generates the responses beyond them again", cache, gib)
+            self._is_full = True
             return
         if self._file is None:
             self._file = _create_private(path)

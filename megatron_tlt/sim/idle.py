@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView
+from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView, RecentWindows
 from megatron_tlt.sim.rollouts import ReplicaRollout
 
 _ASKED = 16  # times that the policy is asked in a window in which it trains
@@ -42,19 +42,10 @@ class Waits:
 
 
 @dataclass(slots=True)
-class _Past:
-    """One replica's earlier windows."""
-
-    idle: float = 0.0  # seconds
-    trained: float = 0.0  # seconds
-    windows: int = 0
-
-
-@dataclass(slots=True)
 class _Window:
     """One replica's."""
 
-    past: _Past
+    past: RecentWindows
     end: float  # of its last response
     samples: int
     now: float  # until which it has decided
@@ -70,13 +61,13 @@ class IdleTime:
         """Seconds of a micro-step of training and of a decoding step of pre-rollouts."""
         self._policy = IdlePolicy.of(config.idle)
         self._micro_step, self._decode_step = micro_step, decode_step
-        self._past: list[_Past] = []  # of each replica
+        self._past: list[RecentWindows] = []  # of each replica
 
     def waits(self, rollouts: Sequence[ReplicaRollout], pre_roll: PreRoll | None = None) -> Waits:
         """Of one step."""
         ends = np.array([r.seconds for r in rollouts])
         done, step = float(ends.max()), self._micro_step
-        self._past = self._past or [_Past() for _ in rollouts]
+        self._past = self._past or [RecentWindows() for _ in rollouts]
         windows = [
             _Window(past, r.seconds, len(r.lengths), r.seconds, pre_roll is not None)
             for past, r in zip(self._past, rollouts, strict=True)
@@ -99,10 +90,7 @@ class IdleTime:
                 late = max(late, window.now - done)
         trains = [w.steps * step - max(0.0, w.now - done - late) for w in windows]
         for window, trained in zip(windows, trains, strict=True):
-            past = window.past
-            past.idle += done + late - window.end
-            past.trained += trained
-            past.windows += 1
+            window.past.add(done + late - window.end, trained)
         return Waits(
             ends,
             np.array(trains),
@@ -118,15 +106,15 @@ class IdleTime:
         if step and not window.can_pre_roll:  # the policy does not look at the share of training then
             at_once = max(1, int((done - window.end) / _ASKED / step))
         while window.now < done:
-            idle, trained = window.now - window.end, past.trained + window.steps * step
+            idle = window.now - window.end
             view = IdleView(
                 idle,
                 samples_available=window.samples,
                 steps=window.steps,
                 step_seconds=step,
                 can_pre_roll=window.can_pre_roll,
-                training_share=trained / (past.idle + idle) if past.idle + idle else 0.0,
-                usual_seconds=past.idle / max(1, past.windows),
+                training_share=past.training_share(idle, window.steps * step),
+                usual_seconds=past.usual_seconds,
             )
             action = self._policy.decide(view)
             if action is Action.PRE_ROLL:

@@ -1,7 +1,8 @@
 """TLT's bucketed epsilon-greedy bandit over speculation strategies (arXiv 2511.16665, section 5.3).
 
-Two differences from its published code: a bucket has several arms, and the reward is the tokens per second of the step
-itself, not an accept length measured at another time. Torch-free, no clock of its own.
+Three differences from its published code: a bucket has several arms; the reward is the tokens per second of the step
+itself, not an accept length measured at another time; exploration decays between two weight syncs. Torch-free, no
+clock of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class BucketedEpsilonGreedy:
     """A `StrategySelector` that plays the arm with the most tokens per second (median), by number of running requests.
 
     Arms without rewards come first, in their order; of equal medians the arm named first is played. With probability
-    epsilon, which decays with every step of the bucket, an arm is drawn at random.
+    epsilon, which decays with every step of the bucket since the last weight sync, an arm is drawn at random.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class BucketedEpsilonGreedy:
         self._random = random.Random(seed)
         self._rewards = [{name: deque[float](maxlen=window) for name in self.arms} for _ in thresholds]
         self._scores = [dict.fromkeys(self.arms, inf) for _ in thresholds]  # medians of the rewards; inf: none yet
-        self._steps = [0 for _ in thresholds]
+        self._steps = [0 for _ in thresholds]  # since the last weight sync
 
     def _bucket(self, num_running: int) -> int:
         return max(0, bisect_right(self._thresholds, num_running) - 1)
@@ -80,6 +81,10 @@ class BucketedEpsilonGreedy:
             for name in self.arms.keys() - {NO_DRAFT.name}:
                 rewards[name].clear()
                 scores[name] = inf
+
+    def policy_changed(self) -> None:
+        """Exploration begins anew: an arm that has lost may win by now, as the drafter or its history has grown."""
+        self._steps = [0 for _ in self._thresholds]
 
     def state_dict(self) -> dict[str, Any]:
         """Rewards by bucket and arm, steps by bucket."""

@@ -140,6 +140,9 @@ class CostModelSelector:
     def drafter_changed(self) -> None:
         self._is_new = True
 
+    def policy_changed(self) -> None:
+        """Nothing: trials never end."""
+
     def _forget_former_drafter(self, here: _Bucket) -> None:
         """At a new drafter's first draft: what was counted of the one before it becomes a prior, the same for all.
 
@@ -173,8 +176,9 @@ class CostModelSelector:
     def _start_interval(self, bucket: _Bucket, candidate: int, min_acceptance: float = 0.0) -> None:
         length = self._lengths[candidate]
         full = max(_TRIAL, int(_INTERVAL / bucket.running))
+        doublings = min(bucket.intervals, _INTERVAL.bit_length())  # enough for any full interval
         bucket.strategy = DraftStrategy(self._kind, length, min_acceptance) if length else NO_DRAFT
-        bucket.steps = min(_TRIAL << bucket.intervals, full) if candidate == bucket.best else _TRIAL
+        bucket.steps = min(_TRIAL << doublings, full) if candidate == bucket.best else _TRIAL
         bucket.is_cold = candidate != bucket.current
         bucket.current = candidate
         bucket.measured.clear()

@@ -41,6 +41,10 @@ class StrategySelector(Protocol):
         """The trained drafter has new weights: its acceptance so far is another's. By default nothing changes."""
         return
 
+    def policy_changed(self) -> None:
+        """A weight sync is complete. By default nothing changes."""
+        return
+
     def state_dict(self) -> dict[str, Any]:
         """Measurements: numbers, strings, lists and dicts."""
         return {}

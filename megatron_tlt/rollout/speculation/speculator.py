@@ -221,6 +221,10 @@ class Speculator:
         self.trained.weights_changed()
         self.selector.drafter_changed()
 
+    def policy_changed(self) -> None:
+        """A weight sync is complete. Mutates the selector."""
+        self.selector.policy_changed()
+
     def start_trace(self, prompt_ids: Collection[int]) -> None:
         """Starts a new `trace`, of the drafts for responses to these prompts."""
         self.trace = DraftTrace(prompt_ids)

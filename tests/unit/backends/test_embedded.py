@@ -148,6 +148,14 @@ def test_what_was_measured_of_a_drafter_goes_on_where_a_resumed_run_brings_the_s
         resumed.load_state_dict(saved | {"drafter_version": 9})
 
 
+def test_the_bandit_explores_anew_with_each_policy(model_dir: Path):
+    backend = drafting_backend(model_dir, EagleModel(EagleConfig.of(TINY)), "beg_mab")
+    backend.generate(GenerateCall(PROMPTS, PARAMS, 4))
+    assert any(backend.state_dict()["selector"]["steps"])
+    push(backend, 1)
+    assert not any(backend.state_dict()["selector"]["steps"])
+
+
 def test_an_engine_that_does_not_draft_refuses_a_drafter(model_dir: Path):
     model = ModelSection(path=str(model_dir), max_context=64)
     plain = build_backend(EngineOptions(RolloutSection(kv_cache_mib=4), model))

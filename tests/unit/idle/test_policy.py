@@ -8,6 +8,7 @@ from megatron_tlt.idle.policy import (
     Action,
     IdlePolicy,
     IdleView,
+    RecentWindows,
     tokens_left,
 )
 
@@ -58,6 +59,16 @@ def test_decisions(change, action):
 )
 def test_steps_that_are_due_whether_a_rank_waits_or_not(change, action):
     assert replace(POLICY, min_steps_per_window=2).decide(replace(GOOD, **change)) is action
+
+
+def test_recent_windows_count_most():
+    recent = RecentWindows()
+    assert (recent.training_share(0.0, 0.0), recent.usual_seconds) == (0.0, 0.0)
+    for idle, trained, windows in ((100.0, 70.0, 20), (1.0, 0.1, 60), (100.0, 0.0, 60)):
+        for _ in range(windows):
+            recent.add(idle, trained)
+        assert recent.usual_seconds == pytest.approx(idle, rel=0.2)
+        assert recent.training_share(idle, trained) == pytest.approx(trained / idle, abs=0.1)
 
 
 def test_the_policy_of_a_configuration():

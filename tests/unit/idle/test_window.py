@@ -146,6 +146,23 @@ def test_a_part_of_the_idle_time_is_trained_in_and_the_rest_pre_rolls(clock):
     assert spans == [[BUSY, IDLE, TRAINING, PRE_ROLLING]] * 2 + [[BUSY, IDLE, TRAINING, PRE_ROLLING, TRAINING]]
 
 
+def test_windows_that_become_shorter_are_trained_in_before_long(clock):
+    """Long ones without prompts left are all training, more than a quarter of many short ones behind them."""
+    coordinator = FakeCoordinator(clock, over_at=0.0)
+    window = make(coordinator, clock)
+
+    def pre_roll(until):
+        while not until():
+            clock.time += 0.01
+        return 1
+
+    for seconds, call in ((5.0, None), (5.0, None), *[(1.0, pre_roll)] * 20):
+        coordinator.over_at = clock.time + seconds
+        window.begin()
+        report = window.run(stepper(clock), call)
+    assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING, PRE_ROLLING]
+
+
 def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):
     coordinator = FakeCoordinator(clock, over_at=clock.time + 1.0)
     window = make(coordinator, clock)

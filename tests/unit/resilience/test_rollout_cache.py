@@ -116,6 +116,18 @@ def test_the_writer_writes_privately_and_in_order(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["replica.jsonl"]
 
 
+def test_responses_beyond_the_limit_are_left_out_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, path = ResponseWriter(len(CONTENT) - 1), tmp_path / "cache/step-000001/replica.jsonl"
+    last = encode_response(RESPONSES[-1], CRCS[RESPONSES[-1].prompt_id])
+    writer.begin(path, KEY)
+    for sample in (*RESPONSES, RESPONSES[-1]):
+        writer.add(sample, CRCS[sample.prompt_id])
+    assert path.read_bytes() == CONTENT[: -len(last)]
+    assert len(caplog.records) == 1 and "a restart generates the responses beyond them again" in caplog.text
+
+
 def test_a_failed_environment_is_tried_again(tmp_path: Path) -> None:
     writer = ResponseWriter(1 << 20)
     writer.begin(tmp_path / "step/replica.jsonl", KEY)

@@ -41,6 +41,16 @@ def test_the_least_micro_steps_are_taken_behind_the_rollout_too():
     assert (off.micro_steps, off.late) == (0, 0.0)
 
 
+def test_windows_that_become_shorter_are_trained_in_before_long():
+    """As in `tests/unit/idle/test_window.py`."""
+    idle_time = IdleTime(sim_config(TRAINS), 0.05)
+    for _ in range(2):
+        idle_time.waits(straight([1.0, 6.0]))
+    for _ in range(20):
+        found = idle_time.waits(straight([1.0, 2.0]), lambda starts, until: [until] * len(starts))
+    assert found.trains[0] > 0.0 and found.pre_rolls[0] > 0.0
+
+
 def test_training_adapts_the_drafter_and_updates_undo_it():
     drafter = Adaptation(sim_config("training.tokens_to_adapt=1000", "training.drift=0.2"))
     drafter.train(1000)

@@ -114,6 +114,8 @@ class VllmWorkerExtension:
         """All tensors of the policy have come: it serves them."""
         compat.end_reload(self, self.model_runner.get_model(), is_draft=False)
         self._tlt_is_loading = False
+        if self.tlt_drafting is not None:
+            self.tlt_drafting.policy_changed()
 
     def tlt_update_drafter(self, location: Location, verify: bool) -> Sums:
         """Loads all tensors of the drafter, in place; its tables are the policy's. Raises ValueError without one."""

@@ -63,3 +63,14 @@ def test_drafts_are_measured_anew_once_a_drafter_has_come(monkeypatch: pytest.Mo
     assert not worker.tlt_speculation()["selector"]["is_new"]
     worker.tlt_update_drafter({}, verify=False)
     assert worker.tlt_speculation()["selector"]["is_new"]
+
+
+def test_the_bandit_explores_anew_with_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, section = VllmWorkerExtension(), SpeculationSection(drafter="suffix", selector="beg_mab")
+    worker.tlt_drafting = StepDrafting(section, torch.device("cpu"), 2048)
+    state = worker.tlt_speculation()
+    worker.tlt_load_speculation({**state, "selector": {**state["selector"], "steps": [9, 9, 9, 9]}})
+    worker.model_runner = SimpleNamespace(get_model=lambda: None)
+    monkeypatch.setattr(compat, "end_reload", lambda *_, **__: None)
+    worker.tlt_finish_update()
+    assert worker.tlt_speculation()["selector"]["steps"] == [0, 0, 0, 0]

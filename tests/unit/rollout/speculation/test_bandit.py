@@ -90,3 +90,16 @@ def test_exploration_decays_with_the_steps_of_its_own_bucket():
     explored = [name for name in play(bandit(epsilon=0.4, decay=1.0), 4, EQUAL, times=2000)[4:] if name != NAMES[0]]
     assert 0.25 * 2000 < len(explored) < 0.35 * 2000  # a quarter of the draws falls on the best arm
     assert set(explored) == set(NAMES[1:])
+
+
+def test_an_arm_that_has_lost_is_tried_again_behind_weight_syncs():
+    """A suffix drafter without history loses in the first rollouts."""
+    selector = bandit(epsilon=0.4)
+    play(selector, 4, {**dict.fromkeys(NAMES, 9.0), NAMES[0]: 1.0}, times=3000)
+    grown = {**EQUAL, NAMES[3]: 0.5}
+    assert set(play(selector, 4, grown, times=300)) == {NAMES[0]}
+    for _ in range(5):
+        selector.policy_changed()
+        assert selector.epsilon(4) == 0.4
+        names = play(selector, 4, grown, times=300)
+    assert Counter(names)[NAMES[3]] > 200

@@ -133,6 +133,18 @@ def test_new_drafters_that_stay_bad_cost_less_than_two_percent(name):
     assert np.mean(found, axis=0)[2:].mean() > 0.98
 
 
+def test_a_long_run_has_ended_many_intervals():
+    """More than an integer has bits."""
+    selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3)
+    world.run(selector, 100, 4)
+    state = selector.state_dict()
+    for bucket in state["buckets"]:
+        bucket["intervals"] = 1 << 62
+    selector.load_state_dict(state)
+    world.run(selector, 200, 4)
+    assert all(bucket["intervals"] > 1 << 62 for bucket in selector.state_dict()["buckets"])
+
+
 def test_adapts_to_a_change_of_acceptance_and_of_speeds():
     selector, world = CostModelSelector("trained", 8), SpecWorld(seed=3, **GPU)
     assert world.run(selector, 1000, 4) > 2 * world.plain_speed()
