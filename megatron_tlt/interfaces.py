@@ -138,9 +138,9 @@ class RolloutBackend(Protocol):
         """
 
     def trace_drafts(self, num_prompts: int) -> None:
-        """From the next `generate` on keeps the drafts of the first `num_prompts` prompts of each, for `drafts_of`, in
-        place of those kept so far; not of a `generate` with `GenerateCall.until`. Raises BackendError from an engine
-        without `capabilities.draft_traces`.
+        """From the next `generate` on keeps the drafts of the first `num_prompts` prompts of each (of evaluations,
+        too), for `drafts_of`, in place of those kept so far; not of a `generate` with `GenerateCall.until`. Raises
+        BackendError from an engine without `capabilities.draft_traces`.
         """
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:

@@ -385,7 +385,7 @@ class StepMeasurement:
     draft_seconds: float  # of proposing; 0 for plain decoding
     step_seconds: float  # of the policy's forward, sampling and verification; scheduling and commit are in neither
     num_emitted: int  # tokens emitted by all B requests
-    longest: int  # tokens that a row might draft: the strategy's, or fewer where the step had no room for more rows
+    longest: int  # tokens that a row might draft: the strategy's, or fewer where rows or blocks were short
     accepted: np.ndarray  # int64 [L], drafted tokens at each position (from 0) that were emitted; plain: [0]
 
 

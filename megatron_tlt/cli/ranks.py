@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -38,6 +39,8 @@ _VENDOR_NOISE = (
     ".*CUDA_DEVICE_MAX_CONNECTIONS",
     ".torch.distributed.*is deprecated",
 )
+
+_SAID_S = 5.0
 
 _OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EMFILE,
@@ -97,8 +100,9 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
-        if not isinstance(error, SharedError) or world.store.add("shared_error", 1) == 1:  # or once a rank
-            print(text, file=sys.stderr, flush=True)
+        if isinstance(error, SharedError) and not world.is_main:
+            time.sleep(_SAID_S)  # rank 0 finds the same, says it and ends all
+        print(text, file=sys.stderr, flush=True)
         note_exit(FAILED)
         others = [rank for rank in range(world.size) if rank != world.rank]
         world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)

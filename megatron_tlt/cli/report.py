@@ -70,7 +70,8 @@ def _read(run_dir: Path) -> RunData:
 
     run, status = read_run(run_dir), read_status(run_dir)
     if status.rows and not run.is_finished:
-        run.condition, run.reasons = status.condition, status.reasons
+        run.condition = status.condition
+        run.reasons = [] if status.condition == "running" else status.reasons
     return run
 
 

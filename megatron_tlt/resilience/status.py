@@ -62,7 +62,7 @@ class RunStatus:
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is not running or finished, a line each."""
+        """Why a run ended before its last step, a line each; of one that runs, what its ranks say."""
         if self.end is not None:
             return [self.end.text]
         if self.condition == "finished":

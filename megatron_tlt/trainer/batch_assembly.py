@@ -68,7 +68,7 @@ def group_samples(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[
 
 def share_responses(world: World, backend: RolloutBackend, groups: Sequence[SampleGroup]) -> None:
     """Adds all ranks' scored responses, also those that are not trained on, to the history of every engine: any of them
-    may serve the prompt the next time, so there must be one. Tokens that no history keeps stay where they are.
+    may serve the prompt when it comes again. Tokens that no history keeps stay where they are.
 
     Collective.
     """

@@ -6,7 +6,7 @@ micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, 
 
 * A decoder layer keeps for backward, as Korthikanti et al., arXiv 2205.05198, section 4, count GPT's, here for GQA,
   SwiGLU and attention without an A*T*T term: `T*e*(4H/s + (5A + 4K)*d/t + 3F/t)`. Each of two norms has its input and
-  its output, on CPU in bf16 also twice in fp32; 5A + 4K is 3A + 3K without norms of queries and keys.
+  its output; 5A + 4K is 3A + 3K without norms of queries and keys. On CPU attention's e is that of fp32.
 * Selective recompute: with `layernorm` no output of a norm is kept (`layer_spec: transformer_engine`), with `mlp_act`
   no activation, with `mlp` nothing of the MLP; full recompute (section 5): `T*e*H/s` a layer. What one layer computes
   again exists during its backward pass, with its gradients.
@@ -102,9 +102,9 @@ class _Part:
         return self.tokens * self.element * shape.hidden_size / self.sequence
 
     @property
-    def norm(self) -> int:
-        """Tensors of T x H elements that a norm keeps."""
-        return 6 if self.device == "cpu" and self.element == 2 else 2
+    def inner(self) -> int:
+        """Bytes of an element of attention."""
+        return 4 if self.device == "cpu" else self.element
 
     def layer(self, shape: ArchitectureConfig, redone: Collection[str], has_experts: bool) -> float:
         """What a layer keeps for backward if the modules `redone` are computed again."""
@@ -112,9 +112,10 @@ class _Part:
         k += 2 * self.cp * (self.cp > 1 and self.gathers)
         inner = 0 if "mlp" in redone else 2 if "mlp_act" in redone else 3
         width = shape.shared_expert_intermediate_size if has_experts else shape.intermediate_size
-        wide = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim + inner * width
-        norms = 2 * self.norm - 2 * ("layernorm" in redone and self.redoes_norms)
-        kept = norms * self.stream(shape) + self.tokens * self.element * wide / self.tp
+        heads = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim
+        norms = 4 - 2 * ("layernorm" in redone and self.redoes_norms)
+        wide = self.inner * heads + self.element * inner * width
+        kept = norms * self.stream(shape) + self.tokens * wide / self.tp
         if not has_experts or "mlp" in redone:
             return kept
         experts = self.element * (shape.hidden_size + 4 * shape.moe_intermediate_size) * self._rows(shape)
@@ -136,18 +137,18 @@ class _Part:
         if self.cp == 1:
             return wide
         heads = 6 * self.cp * shape.num_kv_heads if self.gathers else self.cp * shape.num_heads + 8 * shape.num_kv_heads
-        return max(wide, sums + self.tokens * self.element * heads * shape.head_dim / self.tp)
+        return max(wide, sums + self.tokens * self.inner * heads * shape.head_dim / self.tp)
 
     @property
     def masks(self) -> float:
         """Of a micro-batch's gathering attention, all the while; kernels on CUDA need none."""
         rows = self.mask_rows * (self.cp > 1 and self.gathers and self.device == "cpu")
-        return rows**2 * (2 * self.cp + 1) * self.element
+        return rows**2 * (2 * self.cp + 1) * self.inner
 
     def head(self, shape: ArchitectureConfig) -> float:
         """Final norm, LM head and loss, forward and backward; 0 on other stages than the last."""
         logits = self.tokens * shape.vocab_size / self.tp
         chunks = 4 * 4 * min(logits, CHUNK_ELEMENTS[self.device])
         weight = 0 if self.merged else shape.hidden_size * shape.vocab_size / self.tp * self.element
-        rows = self.element * ((self.norm + 3) * self.tokens * shape.hidden_size + 2 * logits)
+        rows = self.element * (5 * self.tokens * shape.hidden_size + 2 * logits)
         return self.is_last * (rows + max(chunks, weight))

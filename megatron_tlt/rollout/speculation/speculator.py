@@ -159,7 +159,7 @@ class Speculator:
             return None, longest
         wanted = longest + counts
         lengths = self._reserve(wanted)
-        self._longest = int(lengths[lengths < wanted].min(initial=self._longest))
+        self._longest = int(lengths[(lengths < wanted) & (counts == 0)].min(initial=self._longest))
         if pre_rolled is not None:
             pre_rolled = pre_rolled.select(pre_rolled.positions < lengths[pre_rolled.row_of])
         return pre_rolled, np.where(counts, 0, lengths)
