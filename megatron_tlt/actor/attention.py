@@ -33,9 +33,10 @@ class PackedRows(PackedSeqParams):
     """Packed-sequence parameters with the lengths as Python ints too (no device sync in every layer).
 
     `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
-    `rotation` is RoPE's cos and sin of the rows, see there. Under context parallelism (`context_parallel.py`) runs and
-    bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the other, into the micro-batch's
-    order; `masks` are shared by the layers. `routing`: inputs of the routers (`routing.py`).
+    `rotation` is RoPE's cos and sin of the rows, see there; attention computes in their type. Under context parallelism
+    (`context_parallel.py`) runs and bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the
+    other, into the micro-batch's order; `masks` are shared by the layers. `routing`: inputs of the routers
+    (`routing.py`).
     """
 
     runs: tuple[tuple[int, int], ...] = ()
@@ -87,9 +88,9 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
         assert packed_seq_params is not None and packed_seq_params.rotation is not None
-        inner = inner_dtype(query.dtype, query.device)
-        q, k = (Rotate.apply(x.to(inner), *packed_seq_params.rotation) for x in (query, key))
-        return self.attend(q, k, value.to(inner), packed_seq_params).to(query.dtype)
+        cos, sin = packed_seq_params.rotation
+        q, k = (Rotate.apply(x.to(cos.dtype), cos, sin) for x in (query, key))
+        return self.attend(q, k, value.to(cos.dtype), packed_seq_params).to(query.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedRows) -> Tensor:
         """`forward` of rotated queries and keys."""

@@ -40,7 +40,7 @@ _VENDOR_NOISE = (
     ".torch.distributed.*is deprecated",
 )
 
-_SAID_S = 5.0
+_SAID_S = 5.0  # for rank 0 to print before another rank ends it
 
 _OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EMFILE,

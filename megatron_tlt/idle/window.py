@@ -50,10 +50,8 @@ class WindowReport:
 
     spans: tuple[StateSpan, ...]
     """The rollout phase by state, BUSY first, without gaps (seconds of the window's clock)."""
-    idle_seconds: float
-    """Of them, all but BUSY."""
     training_seconds: float
-    """Of that, inside micro-steps: recovered."""
+    """Of all but BUSY, those inside micro-steps: recovered."""
     parked_training_seconds: float
     """In micro-steps before it, while every request of this replica waited for its environment."""
     steps: int
@@ -230,14 +228,13 @@ class IdleWindow:
     def _finish(self, sums: _Sums) -> WindowReport:
         self._tracker.to(RankState.BUSY)
         spans = self._tracker.finish()[:-1]  # without the BUSY of no length that closes the phase
-        idle_seconds = seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING)
-        self._recent.add(idle_seconds, sums.trained)
+        idle = seconds_in(spans, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING)
+        self._recent.add(idle, sums.trained)
         if self._on_span is not None:
             for span in spans:
                 self._on_span(span.state.name, self._began_at + span.start - spans[0].start, span.seconds)
         return WindowReport(
             spans=spans,
-            idle_seconds=idle_seconds,
             training_seconds=sums.trained,
             parked_training_seconds=sums.parked_seconds,
             steps=sums.steps,

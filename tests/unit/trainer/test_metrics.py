@@ -84,7 +84,7 @@ def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_pa
 
 def test_means_of_drafter_training_are_over_micro_steps_not_over_windows() -> None:
     windows = [
-        WindowReport((), 1.0, 1.0, 0.0, steps, 10 * steps, 0.0, 0.0, metrics={"loss": loss} if steps else {})
+        WindowReport((), 1.0, 0.0, steps, 10 * steps, 0.0, 0.0, metrics={"loss": loss} if steps else {})
         for steps, loss in ((9, 1.0), (1, 6.0), (0, 0.0))
     ]
     first, second, third = (window_metrics(report, True) for report in windows)
@@ -184,7 +184,7 @@ def test_an_evaluations_line_has_the_standard_error_that_is_known(tmp_path: Path
 
 
 def test_tokens_that_the_exchange_dropped_are_counted_once_for_all_ranks(tmp_path: Path) -> None:
-    report = WindowReport((), 1.0, 1.0, 0.0, 0, 0, 0.0, 0.0)
+    report = WindowReport((), 1.0, 0.0, 0, 0, 0.0, 0.0)
     ranks = [metrics_of(tmp_path, 2, rank=rank) for rank in (0, 1)]
     for rank in ranks:
         for dropped in (0, 30, 12):  # windows of one step
