@@ -17,6 +17,7 @@ printf 'arg %s\\n' "$@"
 printf 'threads %s\\n' "$OMP_NUM_THREADS"
 printf 'yield %s\\n' "$MPIR_CVAR_ENABLE_HEAVY_YIELD"
 printf 'hashes %s\\n' "$PYTHONHASHSEED"
+printf 'heap %s\\n' "$GLIBC_TUNABLES"
 exit 7
 """
 
@@ -41,6 +42,12 @@ def test_local_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):
     assert "threads 2\n" in done.stdout
     assert "yield 1\n" in done.stdout
     assert f"hashes {os.environ.get('PYTHONHASHSEED', '0')}\n" in done.stdout
+
+
+@pytest.mark.parametrize("own", ["", "glibc.malloc.check=1"])
+def test_a_ranks_heap_asks_for_large_pages_unless_the_user_has_settings_of_glibc(tmp_path, own):
+    done = run(tmp_path, "local.sh", "c.yaml", GLIBC_TUNABLES=own)
+    assert f"heap {own or 'glibc.malloc.hugetlb=1'}\n" in done.stdout
 
 
 def test_interactive_passes_ranks_threads_and_overrides_and_the_exit_code(tmp_path):

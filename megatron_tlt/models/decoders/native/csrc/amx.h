@@ -24,8 +24,13 @@ typedef struct {
     uint8_t rows[16];
 } __attribute__((packed, aligned(64))) TileConfig;
 
-/* Tiles 0 to 3: sums of the first rows, then of the others, times 2 x 16 columns; 4 and 5: rows; 6 and 7: weights. */
-INLINE void configure_tiles(long first, long others) {
+static __thread long tile_rows; /* what the tiles are configured for, 0: nothing */
+
+/* Tiles 0 to 3: sums of the first rows, then of the others, times 2 x 16 columns; 4 and 5: rows; 6 and 7: weights. Waits for
+ * the tiles in use, so it is done once for all products of so many rows. */
+INLINE void configure_tiles(long rows) {
+    if (rows == tile_rows) return;
+    const long first = rows < TILE_ROWS ? rows : TILE_ROWS, others = rows - first;
     TileConfig c;
     memset(&c, 0, sizeof c);
     c.palette = 1;
@@ -35,34 +40,42 @@ INLINE void configure_tiles(long first, long others) {
     }
     __asm__ volatile("" : : "r"(&c) : "memory"); /* GCC 12 takes all but the first 8 bytes for unread, and leaves them out */
     _tile_loadconfig(&c);
+    tile_rows = rows;
 }
 
-/* sums[rows][NR] = rows of `a` times one panel of `steps` cells, a multiple of TILE_CELLS. `ahead`: cells to prefetch, 0:
- * none. */
-static void tile_product(const cell *a, long stride, long rows, const cell *w, long steps, long ahead, float *sums) {
-    const long first = rows < TILE_ROWS ? rows : TILE_ROWS, others = rows - first, row = NR * (long)sizeof(cell);
-    configure_tiles(first, others);
+/* Or every switch of threads would save the tiles. */
+INLINE void release_tiles(void) {
+    _tile_release();
+    tile_rows = 0;
+}
+
+/* sums[rows][NR] = rows of `a` times one panel of `steps` cells, a multiple of TILE_CELLS; the tiles are configured for
+ * `rows`. `ahead`: cells to prefetch, 0: none. Strides in elements. */
+static void tile_product(const cell *a, long a_stride, long rows, const cell *w, long steps, long ahead, float *sums,
+                         long sums_stride) {
+    const long others = rows - TILE_ROWS, panel_row = NR * (long)sizeof(cell);
+    const long a_row = a_stride * (long)sizeof(cell), sums_row = sums_stride * (long)sizeof(float);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (long k = 0; k < steps; k += TILE_CELLS, w += TILE_CELLS * NR) {
         for (long i = 0; ahead && i < TILE_CELLS * NR; i += 16) __builtin_prefetch(w + ahead + i, 0, 2);
-        _tile_loadd(6, w, row);
-        _tile_loadd(7, w + 16, row);
-        _tile_loadd(4, a + k, stride * (long)sizeof(cell));
+        _tile_loadd(6, w, panel_row);
+        _tile_loadd(7, w + 16, panel_row);
+        _tile_loadd(4, a + k, a_row);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        if (!others) continue;
-        _tile_loadd(5, a + TILE_ROWS * stride + k, stride * (long)sizeof(cell));
+        if (others <= 0) continue;
+        _tile_loadd(5, a + TILE_ROWS * a_stride + k, a_row);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, row);
-    _tile_stored(1, sums + 16, row);
-    if (!others) return;
-    _tile_stored(2, sums + TILE_ROWS * NR, row);
-    _tile_stored(3, sums + TILE_ROWS * NR + 16, row);
+    _tile_stored(0, sums, sums_row);
+    _tile_stored(1, sums + 16, sums_row);
+    if (others <= 0) return;
+    _tile_stored(2, sums + TILE_ROWS * sums_stride, sums_row);
+    _tile_stored(3, sums + TILE_ROWS * sums_stride + 16, sums_row);
 }
 #endif
 

@@ -133,23 +133,25 @@ INLINE void kernel(const int M, const int NP, const KernelArgs *args) {
 #if TLT_AMX
 static void multiply(const KernelArgs *args, long np) {
     (void)np; /* 1 */
-    const long rows = args->rows->count;
-    const cell *panels = args->w;
-    const float *bias = args->bias;
+    const long rows = args->rows->count, ahead = args->rows->turns == 1 ? PAGE : 0;
+    const int is_plain = !args->add && !args->bias; /* the tiles' sums are the result */
     float sums[ROWS][NR] __attribute__((aligned(64)));
+    configure_tiles(rows);
     for (long call = 0; call < args->calls; call++) {
-        tile_product(args->a, args->a_stride, rows, panels, args->steps, args->rows->turns == 1 ? PAGE : 0, &sums[0][0]);
+        const cell *panel = args->w + call * args->panel;
+        float *out = args->out + call * NR;
+        if (is_plain) {
+            tile_product(args->a, args->a_stride, rows, panel, args->steps, ahead, out, args->out_stride);
+            continue;
+        }
+        tile_product(args->a, args->a_stride, rows, panel, args->steps, ahead, &sums[0][0], NR);
         for (long m = 0; m < rows; m++) {
-            float *y = args->out + m * args->out_stride + call * NR;
+            float *y = out + m * args->out_stride;
             for (int v = 0; v < NV; v++) {
-                vf sum = vload(sums[m] + v * VW);
-                if (args->add) sum = vload(y + v * VW) + sum;
-                else if (bias) sum = sum + vload(bias + v * VW);
-                vstore(y + v * VW, sum);
+                const vf sum = vload(sums[m] + v * VW);
+                vstore(y + v * VW, args->add ? vload(y + v * VW) + sum : sum + vload(args->bias + call * NR + v * VW));
             }
         }
-        panels += args->panel;
-        if (bias) bias += NR;
     }
 }
 
@@ -274,7 +276,7 @@ static void gemm_unit(void *arg, long unit) {
         }
     }
 #if TLT_AMX
-    _tile_release(); /* or every switch of threads would save the tiles */
+    release_tiles();
 #endif
 }
 
