@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_tlt.actor.checkpoint_files import record_of
 from megatron_tlt.actor.hf_names import slots
-from megatron_tlt.actor.torch_dist_reader import TorchDistReader
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader, locate
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.fingerprint import digest_of, policy_fingerprint, spaced, stored_rows
@@ -30,12 +30,11 @@ def base_fingerprint(model: ModelSection, config: ModelConfig) -> str:
     """EMBEDDING-LAYERS of `model.path`, or -LAYERS of `model.megatron_path`; empty where these cannot be read.
 
     EMBEDDING: `policy_fingerprint`. LAYERS: of rows of all tensors in the first, the middle and the last layer, which
-    are read whole from `model.megatron_path`, one tensor at a time.
+    are read whole from `model.megatron_path`, one tensor at a time, and once in a process as long as no file changes.
     """
     path = model.megatron_path
-    rows = _hf_rows(model.path, config) if path is None else _megatron_rows(path, config)
     try:
-        layers = digest_of(rows)
+        layers = digest_of(_hf_rows(model.path, config)) if path is None else _megatron_layers(path, config)
     except (CheckpointError, KeyError, SafetensorError):
         return ""
     return f"{policy_fingerprint(model.path) if path is None else ''}-{layers}"
@@ -86,8 +85,21 @@ def _hf_rows(path: str, config: ModelConfig) -> Iterator[Tensor]:
                 yield stored_rows(opened(files[stored[place]]), stored[place])
 
 
-def _megatron_rows(path: str, config: ModelConfig) -> Iterator[Tensor]:
-    source, layers = TorchDistReader(path), _layers(config)
+def _megatron_layers(path: str, config: ModelConfig) -> str:
+    directory = locate(path)
+    stats = {file.name: file.stat() for file in directory.iterdir() if file.is_file()}
+    state = frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
+    return _layers_of_state(directory, config, state)
+
+
+@cache
+def _layers_of_state(directory: Path, config: ModelConfig, state: frozenset[tuple[str, int, int]]) -> str:
+    """`state`: name, size and time of change (ns) of each file."""
+    return digest_of(_megatron_rows(directory, config))
+
+
+def _megatron_rows(directory: Path, config: ModelConfig) -> Iterator[Tensor]:
+    source, layers = TorchDistReader(directory), _layers(config)
     for slot in slots(config, 1):
         for tensor in source.read(config, slot) if slot.layer in layers else ():
             rows = tensor.reshape(-1, *tensor.shape[-1:]) if tensor.ndim > 1 else tensor

@@ -14,55 +14,31 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-def unit_of(values: Floats) -> int:
-    """The power of two just above the largest magnitude of `values`; 0 without any.
-
-    Statistics are taken in such a unit, since no float holds the squares of 1e160 and 1e-160 is nothing when squared. A
-    power of two changes no bit of a result that needs no unit.
-    """
-    return int(np.frexp(np.abs(values).max(initial=0.0))[1])
-
-
-def _in_unit(eps: float, unit: int | Ints) -> Floats:
-    """`eps` times 2^-unit, never 0: a deviation of 0 is divided by it."""
-    return np.maximum(np.ldexp(eps, -unit), np.finfo(np.float64).smallest_subnormal)
-
-
-def mean_and_std(values: Floats) -> tuple[float, float]:
-    """(mean, standard deviation over n) of all values [N], N > 0."""
-    unit = unit_of(values)
-    scaled = np.ldexp(values, -unit)
-    return float(np.ldexp(scaled.mean(), unit)), float(np.ldexp(scaled.std(), unit))
-
-
-def _group_deviations(prompt_id: Ints, rewards: Floats) -> tuple[Floats, Floats, Ints, Ints]:
-    """(reward - mean, standard deviation, size, unit) of every row's own group, each [N]; the first two times 2^-unit.
+def _group_deviations(prompt_id: Ints, rewards: Floats) -> tuple[Floats, Floats, Ints]:
+    """(reward - mean, standard deviation, size) of every row's own group, each [N].
 
     The deviation is the sample one (n - 1), 0 for a group of one. The papers write only "std"; n - 1 is what
     the public implementations compute. The mean of equal rewards is that reward, to the bit.
     """
     _, group = np.unique(prompt_id, return_inverse=True)
     size = np.bincount(group)
-    low, high = _group_range(group, rewards)
-    unit = np.frexp(np.maximum(np.abs(low), np.abs(high)))[1][group]
-    scaled, low = np.ldexp(rewards, -unit), np.ldexp(low[group], -unit)
-    mean = low + (np.bincount(group, weights=scaled - low) / size)[group]
-    deviation = scaled - mean
+    low = _group_range(group, rewards)[0][group]
+    mean = low + (np.bincount(group, weights=rewards - low) / size)[group]
+    deviation = rewards - mean
     spread = np.bincount(group, weights=deviation**2)
     std = np.sqrt(spread / np.maximum(size - 1, 1))
-    return deviation, std[group], size[group].astype(np.int64), unit
+    return deviation, std[group], size[group].astype(np.int64)
 
 
 def centred(prompt_id: Ints, rewards: Floats) -> Floats:
     """Reward minus the group's mean, [N] (Dr.GRPO, 2503.20783, section 3.2)."""
-    deviation, _, _, unit = _group_deviations(prompt_id, rewards)
-    return np.ldexp(deviation, unit)
+    return _group_deviations(prompt_id, rewards)[0]
 
 
 def standardised(prompt_id: Ints, rewards: Floats, eps: float) -> Floats:
     """(reward - mean) / (std + eps) within the group, [N] (GRPO, 2402.03300, section 4.1.2)."""
-    deviation, std, _, unit = _group_deviations(prompt_id, rewards)
-    return deviation / (std + _in_unit(eps, unit))
+    deviation, std, _ = _group_deviations(prompt_id, rewards)
+    return deviation / (std + eps)
 
 
 def leave_one_out(prompt_id: Ints, rewards: Floats) -> Floats:
@@ -70,9 +46,9 @@ def leave_one_out(prompt_id: Ints, rewards: Floats) -> Floats:
 
     A response alone in its group has no baseline and gets 0, for its deviation is 0.
     """
-    deviation, _, size, unit = _group_deviations(prompt_id, rewards)
+    deviation, _, size = _group_deviations(prompt_id, rewards)
     # r - (n * mean - r) / (n - 1) = (r - mean) * n / (n - 1)
-    return np.ldexp(deviation * size / np.maximum(size - 1, 1), unit)
+    return deviation * size / np.maximum(size - 1, 1)
 
 
 def share_of_equal_groups(prompt_id: Ints, rewards: Floats) -> float:
@@ -102,11 +78,10 @@ def whitened_rows(rewards: Floats, tokens: Ints, eps: float) -> Floats:
     total, counted = tokens.sum(), rewards[tokens > 0]
     if not total:
         return np.zeros_like(rewards)
-    unit = unit_of(counted)
-    scaled, low = np.ldexp(rewards, -unit), np.ldexp(counted.min(), -unit)
-    mean = low + ((scaled - low) * tokens).sum() / total
-    std = np.sqrt(((scaled - mean) ** 2 * tokens).sum() / total)
-    return (scaled - mean) / (std + _in_unit(eps, unit))
+    low = counted.min()
+    mean = low + ((rewards - low) * tokens).sum() / total
+    std = np.sqrt(((rewards - mean) ** 2 * tokens).sum() / total)
+    return (rewards - mean) / (std + eps)
 
 
 def whitened_tokens(
@@ -114,19 +89,16 @@ def whitened_tokens(
     counted: Sequence[npt.NDArray[np.bool_]],
     eps: float,
     reduce_sum: Callable[[Floats], Floats],
-    unit: int = 0,
 ) -> list[Floats]:
     """This rank's per-token values ([R] each) whitened over all tokens of all ranks.
 
     `counted[i]`, [R]: which tokens of sequence i enter mean and deviation. Collective: `reduce_sum` adds an array
-    over ranks and is called exactly twice on each, also on one without sequences. Sums are taken in the unit 2^`unit`,
-    the same on every rank.
+    over ranks and is called exactly twice on each, also on one without sequences.
     """
-    values = [np.ldexp(v, -unit) for v in values]
     chosen = [v[used] for v, used in zip(values, counted, strict=True)]
     local = np.array([sum(float(v.sum()) for v in chosen), float(sum(len(v) for v in chosen))])
     total, count = reduce_sum(local)
     mean = total / max(count, 1.0)
     squares = np.array([sum(float(((v - mean) ** 2).sum()) for v in chosen)])
     std = np.sqrt(reduce_sum(squares)[0] / max(count, 1.0))
-    return [(v - mean) / (std + _in_unit(eps, unit)) for v in values]
+    return [(v - mean) / (std + eps) for v in values]

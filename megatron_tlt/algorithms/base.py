@@ -272,7 +272,6 @@ class Algorithm(ABC):
             assert x.ref_logprobs is not None
             kl = kl_estimate(x.logprobs, x.ref_logprobs, self.config.kl_estimator)
             value = value + self.config.kl_weight * (weights * kl).sum()
-        if x.ref_logprobs is not None:
             metrics["kl_ref"] = (k3(x.ref_logprobs - x.logprobs.detach()) * x.mask).sum()
         if self.config.entropy_coef:
             assert x.entropy is not None

@@ -40,5 +40,5 @@ class Distill(GroupRelative):
         old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
         reverse_kl = old - x.ref_logprobs
         advantages = x.advantages - self.config.kl_weight * reverse_kl
-        value, metrics = super().loss(replace(x, advantages=advantages, ref_logprobs=None))
+        value, metrics = super().loss(replace(x, advantages=advantages))
         return value, metrics | {"teacher_kl": (reverse_kl * x.mask).sum()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_tlt.algorithms.advantages import Floats, unit_of, whitened_rows, whitened_tokens
+from megatron_tlt.algorithms.advantages import Floats, whitened_rows, whitened_tokens
 from megatron_tlt.algorithms.base import Algorithm, ReduceSum, RewardTable
 from megatron_tlt.types import TrainSequence
 
@@ -38,8 +38,7 @@ class ReinforcePp(Algorithm):
         ]
         trained = self.trained(table)
         counted = [s.trajectory.drawn & trained[row] for s, row in zip(sequences, rows, strict=True)]
-        unit = max(0, unit_of(table.reward[trained]))  # a KL is not small where rewards are
-        return whitened_tokens(returns, counted, self.config.advantage_eps, reduce_sum, unit)
+        return whitened_tokens(returns, counted, self.config.advantage_eps, reduce_sum)
 
 
 def tail_sums(values: np.ndarray) -> Floats:

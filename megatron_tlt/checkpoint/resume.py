@@ -71,8 +71,8 @@ def resume_problems(config: TrainingConfig, shape: ModelConfig | None, device: D
     shards = config.actor.shards_optimizer(config.optimizer, device == "cuda")
     base = base_fingerprint(model, shape) if config.actor.lora is not None else ""
     wanted = model_record(shape) | training_record(config.actor, config.optimizer.name, shards, base)
-    if "off" in (wanted["lora"], found.training.get("lora")):
-        del wanted["base"]  # of adapters
+    if not base or found.training.get("lora") == "off":
+        del wanted["base"]  # of adapters, whose base can be read here
     if device is None and config.actor.distributed_optimizer == "auto":
         del wanted["distributed_optimizer"]
     is_sft, problems = "sft" in found.extra, []

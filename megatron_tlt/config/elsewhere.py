@@ -26,6 +26,7 @@ _OPTIMIZER_STEPS_THERE = "there: optimizer steps, algorithm.mini_batches of them
 # the longest end that is found decides.
 ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("model_name_or_path model_name", Here("model.path", "no conversion")),
+    ("teacher.model_name teacher_model_name_or_path", Here("algorithm.teacher", "with algorithm.name: distill")),
     ("max_model_len max_total_sequence_length vllm_max_model_length", Here("model.max_context")),
     ("tokenizer_path tokenizer.name", Here("model.tokenizer")),
     ("torch_dtype policy.precision bf16", Here("actor.dtype", "here: fp32 or bf16; the engine's is rollout.dtype")),
@@ -260,6 +261,7 @@ ELSEWHERE: tuple[tuple[str, Here], ...] = (
     ("reward_fn_key return_raw_chat return_raw_input_ids", Here("", "a reward gets all columns of its row")),
     ("gen_batch_size filter_groups.metric", Here("", "a round has train.prompts_per_step prompts; sums are compared")),
     ("async_grpo.*", Here("", "training is synchronous")),
+    ("teacher.*", Here("", "a teacher has the policy's tokenizer, and the actor's layout, type and micro-batches")),
     ("val_only", Here("", "the command megatron-tlt eval")),
     ("val_batch_size per_device_eval_batch_size", Here("", "all prompts of an evaluation run at once")),
     ("profiler.* global_profiler.* ray_kwargs.*", Here("", "megatron-tlt timeline shows every phase; no Ray")),

@@ -28,7 +28,9 @@ def equal_rewards_warning(
     signs, last = _SIGNS.get(algorithm, _ALL_EQUAL), steps[-_STEPS:]
     if not signs or len(last) < _STEPS or any(row.get(name) != 1 for row in last for name in signs):
         return None
-    text = f"all responses to a prompt had equal rewards in the last {_STEPS} steps, so nothing was learned from them."
+    text = f"all responses to a prompt had equal rewards in the last {_STEPS} steps, so no reward taught anything."
+    if last[-1].get("reward/kl") is not None:
+        text += " The advantages are of the KL in the reward alone (algorithm.kl_in)."
     if (truncated := last[-1].get("length/truncated") or 0.0) >= _MANY:
         limits = "rollout.max_tokens, or a limit of their environment"
         text += f" {truncated:.0%} of the responses were truncated ({limits})."

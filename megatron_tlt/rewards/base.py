@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import LONGEST_FAILURE, error_line
 from megatron_tlt.types import Prompt, RewardResult, Sample
 from megatron_tlt.workers.answers import as_number, last_match
+
+_LARGEST = 1e100  # in size, of a sample's reward: algorithms sum squares of rewards in float64
 
 # The value of one reward function for one sample. May raise: `judge` records it.
 Scorer = Callable[[Prompt, Sample], object]
@@ -47,8 +48,9 @@ def judge(scorers: Sequence[NamedScorer], failure_value: float, prompt: Prompt, 
             counting = True
             correct = correct and value >= least
     total = float(sum(named.config.weight * parts[named.label] for named in scorers))
-    if not math.isfinite(total):
-        return failed(f"the weighted sum of {parts} is {total}: must be finite", failure_value, parts)
+    if not abs(total) <= _LARGEST:  # nor NaN
+        why = f"the weighted sum of {parts} is {total}: must be at most {_LARGEST:g} in size"
+        return failed(why, failure_value, parts)
     return RewardResult(total, correct and counting, parts)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from megatron_tlt.algorithms.advantages import mean_and_std
 from megatron_tlt.algorithms.base import RewardTable
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import gather_columns, gather_large, redistribute, sum_over_replicas
@@ -118,7 +117,7 @@ class ScoredRows:
             }
         if judged.any():
             value = self.value[judged]
-            row["reward/mean"], row["reward/std"] = mean_and_std(value)
+            row |= {"reward/mean": float(value.mean()), "reward/std": float(value.std())}
             if self.is_shaped:
                 row["reward/overlong_penalty"] = float((value - self.reward[judged]).mean())
         return row

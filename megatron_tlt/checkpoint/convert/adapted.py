@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,7 @@ class AdaptedReader:
         write_tensors(out / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
         base, revision = None, None
         if self.model.megatron_path is None:
-            base, revision = hub_name(self.model.path) or (self.model.path, None)  # for other machines
+            # For other machines, and for other working directories, where PEFT reads what is not there as a name.
+            base, revision = hub_name(self.model.path) or (os.path.abspath(self.model.path), None)
         described = adapter_config(self.lora, config, self._factors, base, revision)
         (out / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_tlt.config.actor import MLP_TARGETS, OptimizerSection
+from megatron_tlt.config.actor import MLP_TARGETS, LoraSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.data import UNREAD, PromptSourceConfig, RewardConfig
@@ -29,8 +30,10 @@ GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
 def check_algorithm(config: Config) -> Problems:
     """Group size, clipping, KL placement and DAPO's extras."""
     algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.name in GROUP_RELATIVE and rollout.samples_per_prompt < 2:
-        allowed = f"must be >= 2: {algorithm.name} compares the responses to one prompt"
+    if rollout.samples_per_prompt < 2 and (algorithm.name in GROUP_RELATIVE or _distills_beside_rewards(config)):
+        allowed = f"must be >= 2: {algorithm.name} compares the rewards of the responses to one prompt"
+        if algorithm.name == "distill":
+            allowed += " (with rewards.functions of weight 0 alone and without algorithm.overlong_buffer 1 will do)"
         yield ConfigProblem("rollout.samples_per_prompt", rollout.samples_per_prompt, allowed)
     if algorithm.dynamic_sampling and rollout.samples_per_prompt < 2:
         allowed = "needs rollout.samples_per_prompt >= 2, or every group has equal rewards and is dropped"
@@ -52,9 +55,16 @@ def check_algorithm(config: Config) -> Problems:
         yield ConfigProblem("algorithm.importance_cap", algorithm.importance_cap, allowed)
 
 
+def _distills_beside_rewards(config: Config) -> bool:
+    """Whether a distillation has advantages of rewards, too."""
+    algorithm, functions = config.algorithm, config.rewards.functions
+    has_rewards = any(function.weight for function in functions) or algorithm.overlong_buffer > 0
+    return algorithm.name == "distill" and has_rewards
+
+
 def algorithm_warnings(algorithm: AlgorithmSection) -> list[str]:
     """Settings that do something else than their names say, or nothing."""
-    own = kl_estimator_warning(algorithm), ratio_warning(algorithm), clip_warning(algorithm)
+    own = [warning(algorithm) for warning in (kl_estimator_warning, kl_in_warning, ratio_warning, clip_warning)]
     return [*filter(None, own), *without_effect(algorithm)]
 
 
@@ -70,6 +80,17 @@ def kl_estimator_warning(algorithm: AlgorithmSection) -> str | None:
     return (
         "algorithm.kl_estimator = k1 with algorithm.kl_in = loss: the gradient of this term is 0 on average: noise that"
         " holds no policy near the reference. Use k2 (its gradient is the KL's), k3, or algorithm.kl_in = reward"
+    )
+
+
+def kl_in_warning(algorithm: AlgorithmSection) -> str | None:
+    """The warning where a KL in the reward is divided by the deviation of such rewards; None where it is not."""
+    if algorithm.kl_in != "reward" or algorithm.name not in ("grpo", "dapo", "gspo"):
+        return None
+    return (
+        f"algorithm.kl_in = reward with algorithm.name = {algorithm.name}, which divides by a group's deviation: where"
+        " its rewards are equal the KL pulls at full size, whatever algorithm.kl_coef is. Use algorithm.kl_in = loss,"
+        " or dr_grpo or rloo, which divide by no deviation"
     )
 
 
@@ -249,14 +270,29 @@ def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device:
         yield ConfigProblem("actor.lora.targets", lora.targets, "must name each matrix once")
     if shape is None:
         return
-    widths = {"key/value": shape.num_kv_heads * shape.head_dim, "hidden": shape.hidden_size}
-    widths |= {"expert": shape.moe_intermediate_size} if shape.num_experts else {}
-    name, least = min(widths.items(), key=lambda width: width[1])
+    least, name = min(_adapted_widths(lora, shape))
     if lora.rank >= least:
         yield ConfigProblem("actor.lora.rank", lora.rank, f"must be < {least}, the model's {name} width")
     if shape.num_experts and set(lora.targets) & set(MLP_TARGETS) and device == "cuda" and lora.rank % 8:
         allowed = "must be a multiple of 8 with experts on CUDA: grouped products take rows of 16 bytes"
         yield ConfigProblem("actor.lora.rank", lora.rank, allowed)
+
+
+def _adapted_widths(lora: LoraSection, shape: ArchitectureConfig) -> Iterator[tuple[int, str]]:
+    """Sizes and names of both sides of the matrices that get adapters."""
+    yield shape.hidden_size, "hidden"
+    if {"q_proj", "o_proj"} & {*lora.targets}:
+        yield shape.num_heads * shape.head_dim, "query"
+    if {"k_proj", "v_proj"} & {*lora.targets}:
+        yield shape.num_kv_heads * shape.head_dim, "key/value"
+    if not {*MLP_TARGETS} & {*lora.targets}:
+        return
+    if len(shape.moe_layers) < shape.num_layers:
+        yield shape.intermediate_size, "MLP"
+    if shape.moe_layers:
+        yield shape.moe_intermediate_size, "expert"
+        if shape.shared_expert_intermediate_size:
+            yield shape.shared_expert_intermediate_size, "shared expert"
 
 
 def learning_rate_warning(config: TrainingConfig, shape: ArchitectureConfig | None) -> str | None:

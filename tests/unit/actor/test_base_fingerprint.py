@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_tlt.actor.base_fingerprint import base_fingerprint
+from megatron_tlt.actor.hf_names import Slot
+from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.together import SingleProcess
@@ -52,3 +55,23 @@ def test_a_base_that_cannot_be_read_has_none(tmp_path: Path) -> None:
     path = str(tmp_path / "absent")
     for megatron in (None, path):
         assert base_fingerprint(ModelSection(path=path, megatron_path=megatron, max_context=64), TINY) == ""
+
+
+def test_layers_of_a_megatron_checkpoint_are_read_once_until_a_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, changed in (("base", ""), ("other", CHANGED["o_proj"][1])):
+        path = saved(tmp_path / name, TINY, changed)
+        MegatronConversion.plan(path, None).write(tmp_path / f"{name}-mg", SingleProcess())
+    read, slots = TorchDistReader.read, []
+
+    def counted(reader: TorchDistReader, config: ModelConfig, slot: Slot) -> list[torch.Tensor]:
+        slots.append(slot)
+        return read(reader, config, slot)
+
+    monkeypatch.setattr(TorchDistReader, "read", counted)
+    section = ModelSection(path=str(tmp_path / "base"), megatron_path=str(tmp_path / "base-mg"), max_context=64)
+    first, count = base_fingerprint(section, TINY), len(slots)
+    assert base_fingerprint(section, TINY) == first and len(slots) == count > 0
+    shutil.copytree(tmp_path / "other-mg", tmp_path / "base-mg", dirs_exist_ok=True)
+    assert base_fingerprint(section, TINY) != first

@@ -133,6 +133,7 @@ def test_a_named_checkpoint_that_cannot_be_used_is_a_problem_of_its_field(tmp_pa
 
 
 def test_adapters_go_on_with_their_base_and_not_with_an_export_of_theirs(tmp_path):
+    """A base whose weights are elsewhere is not compared."""
     tree = {"data": {"train": {"tasks": [{"name": "chain_sum"}]}}, "actor": {"lora": {"rank": 2}}}
     merged = ((name, w + 0.1 if "o_proj" in name else w) for name, w in random_weights(TINY))
     save_hf(tmp_path / "base", TINY, random_weights(TINY))
@@ -148,6 +149,8 @@ def test_adapters_go_on_with_their_base_and_not_with_an_export_of_theirs(tmp_pat
     assert not resume.resume_problems(base, TINY, "cpu")
     (problem,) = resume.resume_problems(other, TINY, "cpu")
     assert "the checkpoint of step 1 does not fit this run: base is" in problem.allowed
+    (tmp_path / "base/model.safetensors").unlink()
+    assert not resume.resume_problems(base, TINY, "cpu")
 
 
 @pytest.mark.parametrize(("layers", "fits"), [("[0,2,6]", True), ("[0,3,6]", False)])

@@ -132,6 +132,9 @@ def test_every_setting_of_a_usual_script_has_a_place_or_there_is_none(script):
         ("policy.sequence_packing.train_mb_tokens=1", "did you mean actor.micro_batch_tokens?"),
         ("env.math.num_workers=8", "did you mean rewards.workers?"),
         ("grpo.seed=1", "did you mean train.seed?"),
+        ("teacher.model_name=m", "did you mean algorithm.teacher? (with algorithm.name: distill)"),
+        ("teacher_model_name_or_path=m", "did you mean algorithm.teacher?"),
+        ("teacher.tokenizer.name=m", "there is none here (a teacher has the policy's tokenizer"),
         ("num_iterations=1", "there is none here (a step trains once on each response)"),
     ],
 )

@@ -25,6 +25,12 @@ def test_many_truncated_responses_are_named_beside_equal_rewards(truncated: floa
     assert said is not None and ("90% of the responses were truncated (rollout.max_tokens" in said) == is_named
 
 
+def test_a_kl_in_the_reward_is_what_groups_of_equal_rewards_learn():
+    said = [equal_rewards_warning([row] * 3, "grpo", []) for row in (EQUAL, EQUAL | {"reward/kl": 0.1})]
+    assert ["no reward taught anything" in text for text in said] == [True, True]
+    assert ["of the KL in the reward alone" in text for text in said] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "row", "is_warned"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,11 @@ HUB = f"/cache/models--Qwen--Qwen3-8B/snapshots/{COMMIT}"
     [
         (HUB, None, "Qwen/Qwen3-8B", COMMIT),
         ("/models/Qwen3-8B", None, "/models/Qwen3-8B", None),
+        ("models/Qwen3-8B", None, os.path.abspath("models/Qwen3-8B"), None),
         (HUB, "/models/tuned", None, None),  # other weights than those of the name
     ],
 )
-def test_a_base_of_the_hub_has_its_name_there(
+def test_a_base_of_the_hub_has_its_name_there_and_another_its_absolute_path(
     tmp_path: Path, path: str, megatron_path: str | None, base: str | None, revision: str | None
 ) -> None:
     checkpoint: Any = SimpleNamespace(directory=tmp_path)

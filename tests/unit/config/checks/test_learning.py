@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.config.checks.learning import ratio_warning, without_effect
+from megatron_tlt.config.checks.learning import algorithm_warnings, ratio_warning, without_effect
 from megatron_tlt.config.load import build_config, load_config
 
 ROOT = Path(__file__).parents[4]
@@ -47,6 +47,23 @@ def test_gspo_with_one_update_a_step_is_a_warning(name, mini_batches, is_warned)
     given = [f"algorithm.name={name}", f"algorithm.mini_batches={mini_batches}"]
     found = ratio_warning(build_config({"model": {"path": "m"}}, given).algorithm)
     assert (found is not None and "the gradient is that of grpo" in found) == is_warned
+
+
+@pytest.mark.parametrize(
+    ("name", "kl_in", "is_warned"),
+    [
+        ("grpo", "reward", True),
+        ("dapo", "reward", True),
+        ("gspo", "reward", True),
+        ("rloo", "reward", False),
+        ("reinforce_pp", "reward", False),
+        ("grpo", "loss", False),
+    ],
+)
+def test_a_kl_that_a_group_s_deviation_divides_is_a_warning(name, kl_in, is_warned):
+    given = [f"algorithm.name={name}", f"algorithm.kl_in={kl_in}", "algorithm.kl_coef=0.1"]
+    found = algorithm_warnings(build_config({"model": {"path": "m"}}, given).algorithm)
+    assert any("the KL pulls at full size" in text for text in found) == is_warned
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

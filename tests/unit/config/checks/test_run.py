@@ -31,6 +31,7 @@ BASE = {
 CARRY = "rollout.carry_over"
 GREEDY = ("eval.temperature=0", "eval.samples_per_prompt=2")
 DISTILL = ("algorithm.name=distill", "algorithm.teacher=t")
+ALONE = ("rewards.functions=[]", "rollout.samples_per_prompt=1")
 
 
 def paths(*overrides: str, ranks: int = 4, **kwargs) -> set[str]:
@@ -64,13 +65,33 @@ def test_grouped_products_on_a_gpu_take_ranks_of_eight():
         assert (not list(check_lora(config, shape, device))) == is_taken
 
 
+@pytest.mark.parametrize(
+    ("changes", "lora", "width"),
+    [
+        ({}, ["rank=16"], "key/value"),
+        ({}, ["rank=16", "targets=[v_proj]"], "key/value"),
+        ({}, ["rank=16", "targets=[q_proj,o_proj,gate_proj]"], None),
+        ({}, ["rank=64", "targets=[gate_proj]"], "hidden"),
+        ({"intermediate_size": 16}, ["rank=16", "targets=[up_proj]"], "MLP"),
+        (EXPERTS | {"moe_intermediate_size": 8}, ["rank=8", "targets=[q_proj]"], None),
+        (EXPERTS | {"moe_intermediate_size": 8}, ["rank=8", "targets=[down_proj]"], "expert"),
+        (EXPERTS | {"intermediate_size": 8}, ["rank=8", "targets=[down_proj]"], None),
+    ],
+)
+def test_a_rank_is_below_the_widths_that_its_targets_have(changes, lora, width):
+    shape = SHAPE.model_copy(update={"num_kv_heads": 1, **changes})
+    found = list(check_lora(build_config(BASE, [f"actor.lora.{text}" for text in lora]), shape, "cpu"))
+    assert [problem.allowed.rpartition("the model's ")[2] for problem in found] == ([f"{width} width"] if width else [])
+
+
 def test_a_good_configuration_has_no_problems():
     assert paths() == set()
     assert paths(f"{CARRY}=64", "rollout.stop=[x]") == set()
     assert paths(f"{CARRY}=64", "rollout.backend=vllm", "algorithm.mask_off_policy=true") == set()
     assert paths(f"{CARRY}=64", "algorithm.mask_off_policy=true", "algorithm.importance_cap=0") == set()
     assert paths("actor.tp=2", "actor.pp=2", "rollout.tp=2", "actor.sequence_parallel=true", device="cpu") == set()
-    assert paths(*DISTILL, "rewards.functions=[]", "rollout.samples_per_prompt=1") == set()
+    assert paths(*DISTILL, *ALONE) == set()
+    assert paths(*DISTILL, *ALONE, "rewards.functions=[{name: task, weight: 0}]") == set()
     assert paths("data.eval={tasks: [{name: chain_sum}]}") == set(), "its stream is another one with the same seed, too"
     assert paths("optimizer.min_lr=1e-7", "optimizer.schedule=linear") == set()
     assert paths(*GREEDY) == paths("data.eval={tasks: [{name: chain_sum}]}", GREEDY[0]) == set()
@@ -102,6 +123,8 @@ def test_a_good_configuration_has_no_problems():
         (["rollout.max_tokens=400"], "data.max_prompt_tokens + rollout.max_tokens"),
         (["eval.max_tokens=400"], "data.max_prompt_tokens + eval.max_tokens"),
         (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt"),
+        ([*DISTILL, "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt"),
+        ([*DISTILL, *ALONE, "algorithm.overlong_buffer=9"], "rollout.samples_per_prompt"),
         (["rollout.samples_per_prompt=1", "algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling"),
         (["rollout.temperature=0"], "rollout.temperature"),
         (["algorithm.ratio_clip_low=1"], "algorithm.ratio_clip_low"),
