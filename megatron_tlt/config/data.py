@@ -42,9 +42,9 @@ class PromptSourceConfig(Section):
     prompt_field: str = "prompt"
     """Column of the prompt: a string, or chat messages (a list of {role, content}), of which a last one of the
     assistant is left out. A.B: field B of column A."""
-    answer_field: str = "answer"
+    answer_field: str | None = "answer"
     """Column of the reference answer: a string, a number, true or false, or a list of acceptable ones. A.B: field B of
-    column A."""
+    column A. null: rows have no answer; a reward function finds a column of any form in metadata."""
     answer_pattern: str | None = None
     """Regular expression that finds the reference answer in its column, for example after "####": the group that took
     part in the last match. A row without a match is an error."""

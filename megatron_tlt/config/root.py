@@ -213,7 +213,8 @@ class SftSection(Section):
     """JSONL of {"prompt", "completion"} or {"messages"} records (chat messages, the last one of the assistant), or a
     data set: a directory or a name on the Hugging Face hub, as with `data.train.path` and kind: hf. Of messages, those
     of the assistant after the last one of the user are trained on; between them may be a tool's. Calls stand in the
-    content as the model writes them; a column tools may have the JSON schemas for the chat template."""
+    content as the model writes them; a column tools may have the JSON schemas for the chat template. Records of more
+    than `model.max_context` tokens are left out, and counted at the start."""
     eval_path: Annotated[str | None, OnDisk("rows", split="eval_split")] = None
     """Held-out records; their loss is reported."""
     subset: str | None = None

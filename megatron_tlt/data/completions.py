@@ -10,11 +10,14 @@ are context. A tool's message becomes the same tokens as an environment's observ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from megatron_tlt.config.root import SftSection
 from megatron_tlt.data.chat import THOUGHTS, Messages, text_of
@@ -28,6 +31,7 @@ from megatron_tlt.data.fields import (
     field_of,
     without_absent,
 )
+from megatron_tlt.data.hashing import stamp
 from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
 from megatron_tlt.data.sources import errors_at, read_dataset
@@ -35,7 +39,7 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turn_form import read_turn_form
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
-from megatron_tlt.types import Span
+from megatron_tlt.types import Span, TrainSequence, Trajectory
 
 EncodedRecord: TypeAlias = tuple[list[int], list[int], tuple[Span, ...]]  # prompt, response, spans that are given
 MESSAGES = "messages"
@@ -58,43 +62,56 @@ class Completion:
         return not all(text.strip() for text in self.turns[::2])
 
 
-def read_completions(sft: SftSection, path: Path, split: str) -> tuple[list[Completion], list[int]]:
-    """Every record of a JSONL file or a data set's split, blank ones too, and the records' numbers.
+def read_completions(sft: SftSection, path: Path, split: str) -> tuple[tuple[Completion, ...], tuple[str, ...]]:
+    """Every record of a JSONL file or a data set's split, blank ones too, and the records' places.
 
-    Raises DataError naming file and record, also where there is no record, or none with text to learn.
+    Checks, warnings and the training share one read, until `forget_completions`. Raises DataError naming file and
+    record, also where there is no record, or none with text to learn.
     """
+    fields = sft.prompt_field, sft.completion_field
+    return _read_completions(path, sft.subset, split, *fields, stamp([path, *path.rglob("*")]))
+
+
+def forget_completions() -> None:
+    """Frees the records that `read_completions` keeps: a training needs their tokens only."""
+    _read_completions.cache_clear()
+
+
+@lru_cache(maxsize=2)  # training and held-out records
+def _read_completions(
+    path: Path, subset: str | None, split: str, prompt_field: str, completion_field: str, _stamp: Hashable
+) -> tuple[tuple[Completion, ...], tuple[str, ...]]:
     records: Iterable[Mapping[str, Any]]
     if path.is_dir():
-        rows, where = read_dataset(path, sft.subset, split, (sft.prompt_field, sft.completion_field))
+        rows, where = read_dataset(path, subset, split, (prompt_field, completion_field))
         types = getattr(rows, "features", {})
         records = ({name: without_absent(value, types.get(name)) for name, value in row.items()} for row in rows)
-        numbers = [*range(len(rows))]
-        places = [where(row) for row in numbers]
+        places = tuple(map(where, range(len(rows))))
     else:
         records, numbers = read_json(path)
-        places = [f"{path}:{number}" for number in numbers]
-    if not numbers:
+        places = tuple(f"{path}:{number}" for number in numbers)
+    if not places:
         raise DataError(f"{path}: no records")
-    found = [_completion(sft, record, place) for record, place in zip(records, places, strict=True)]
+    pairs = zip(records, places, strict=True)
+    found = tuple(_completion(prompt_field, completion_field, record, place) for record, place in pairs)
     if all(row.is_blank for row in found):
-        columns = f"field {sft.completion_field!r}, or the assistant's turns in {MESSAGES!r}"
+        columns = f"field {completion_field!r}, or the assistant's turns in {MESSAGES!r}"
         raise DataError(f"{path}: none of its {len(found)} records has text to learn ({columns})")
-    return found, numbers
+    return found, places
 
 
 def encoded_records(
     sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
 ) -> Iterator[tuple[int, str, EncodedRecord]]:
-    """(number, place, tokens) of every record that is not blank, encoded as `RecordTokens` does.
+    """(number from 1, place, tokens) of every record that is not blank, encoded as `RecordTokens` does.
 
     `sft.chat_template` wraps prompts in the tokenizer's chat template if it has one. Raises DataError naming file and
     record.
     """
     encoder = RecordTokens(tokenizer, max_context, chat=sft.chat_template)
-    for row, number in zip(*read_completions(sft, path, split), strict=True):
+    for number, (row, where) in enumerate(zip(*read_completions(sft, path, split), strict=True), start=1):
         if row.is_blank:
             continue
-        where = f"{path}:{number}"
         if not (isinstance(row.prompt, str) or encoder.chat):
             needed = "sft.chat_template and a tokenizer with a chat template"
             raise DataError(f"{where}: chat messages need {needed}")
@@ -103,18 +120,48 @@ def encoded_records(
         yield number, where, tokens
 
 
-def _completion(sft: SftSection, record: Mapping[str, Any], where: str) -> Completion:
-    if is_conversation(record, sft.prompt_field, sft.completion_field):
+def read_sequences(
+    sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int, most: int | None = None
+) -> tuple[list[TrainSequence], str | None]:
+    """The sequences of the records with text to learn and at most `max_context` tokens, and a line about longer ones,
+    which are left out. A sequence's `prompt_id` is the record's number, from 1.
+
+    `most`: of the first records only. Raises DataError naming file and record for one that cannot be encoded, and where
+    all are longer.
+    """
+    sequences: list[TrainSequence] = []
+    long: list[tuple[int, str]] = []  # tokens and place
+    records = islice(encoded_records(sft, path, split, tokenizer, max_context), most)
+    for number, where, (prompt, response, given) in records:
+        tokens = [*prompt, *response]
+        if len(tokens) > max_context:
+            long.append((len(tokens), where))
+            continue
+        unknown = np.zeros(len(response), np.float32)
+        sequences.append(TrainSequence.of(Trajectory(number, 0, np.array(tokens, np.int32), unknown, given)))
+    size = len(sequences) + len(long)
+    limit = f"more than model.max_context = {max_context} tokens"
+    if len(long) == size != most:
+        raise DataError(f"{path}: all {size} records have {limit} (the shortest, {min(long)[1]}, has {min(long)[0]})")
+    if not long:
+        return sequences, None
+    longest = f"the longest has {max(long)[0]}, the first is {long[0][1]}"
+    of = f"{'the first ' * (size == most)}{size}"
+    return sequences, f"{path}: {len(long)} of {of} records have {limit} and are left out ({longest})"
+
+
+def _completion(prompt_field: str, completion_field: str, record: Mapping[str, Any], where: str) -> Completion:
+    if is_conversation(record, prompt_field, completion_field):
         return read_conversation(record, where)
-    value, completion = field_of(record, sft.prompt_field), field_of(record, sft.completion_field)
+    value, completion = field_of(record, prompt_field), field_of(record, completion_field)
     if not isinstance(completion, str) or value is None:
-        missing = sft.prompt_field if value is None else sft.completion_field
-        has_other = sft.prompt_field != MESSAGES and record.get(MESSAGES) is not None
+        missing = prompt_field if value is None else completion_field
+        has_other = prompt_field != MESSAGES and record.get(MESSAGES) is not None
         hint = f"; sft.prompt_field={MESSAGES} takes {MESSAGES!r}" if has_other else ""
         raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}{hint}")
-    check_text(completion, sft.completion_field, where)
-    prompt = checked_prompt(value, sft.prompt_field, where, sft.completion_field)
-    check_not_read(record, sft.prompt_field, prompt, where)
+    check_text(completion, completion_field, where)
+    prompt = checked_prompt(value, prompt_field, where, completion_field)
+    check_not_read(record, prompt_field, prompt, where)
     return Completion(prompt, (completion,), checked_tools(record.get(TOOLS), where))
 
 
@@ -212,10 +259,15 @@ class RecordTokens:
         if not (self._form.head.strip() or text.startswith(self._form.head)):  # white space, which texts lose
             text = self._form.head + text
         ids = self._tokenizer.encode_behind(self._opening(prompt), text)
-        return [*ids, *self._form.end] if ends else ids
+        return self._ended(ids) if ends else ids
 
     def _turn(self, text: str, opening: str, head: str) -> list[int]:
-        return [*self._tokenizer.encode_behind(opening, self._form.rendered(text, head)), *self._form.end]
+        return self._ended(self._tokenizer.encode_behind(opening, self._form.rendered(text, head)))
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """The tokens of a turn's text with those that end it, unless the text ends with the last of these itself."""
+        end = self._form.end
+        return ids if ids[-1:] == [end[-1]] else [*ids, *end]
 
     def _opening(self, prompt: Sequence[int]) -> str:
         """The text before a response: in a chat template it ends alike for every prompt."""

@@ -7,8 +7,10 @@ list, names of files tell splits apart, as in `datasets`: `data/SPLIT-00000-of-0
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +128,20 @@ def read_dataset_files(
     if kinds == {"json"}:
         read = [(path, *found) for path in paths for found in zip(*read_json(path, spelled=True), strict=True)]
         return [record for _, record, _ in read], lambda row: f"{read[row][0]}:{read[row][2]}"
-    return of_text(_read_tables(paths, kinds.pop(), texts), directory), lambda row: f"{directory}:{row}"
+    table, where = _read_tables(paths, kinds.pop(), texts)
+    return rows_of(table, directory), where
+
+
+def rows_of(table: pyarrow.Table, path: Path) -> Any:
+    """The rows of a table from `path`, as mappings. Raises DataError for what `datasets` has no form of, as columns of
+    maps and of types that the file names and the library lacks; see `of_text`, too.
+    """
+    import datasets
+
+    try:
+        return of_text(datasets.Dataset(table), path)
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read as rows: {error}") from error
 
 
 def of_text(rows: Any, path: Path) -> Any:
@@ -146,17 +161,23 @@ def _packed(ending: str) -> list[str]:
     return [f"{ending}{packed}" for packed in PACKED]
 
 
-def _read_tables(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> Any:
-    import datasets
+def _read_tables(paths: Sequence[Path], kind: str, texts: Sequence[str]) -> tuple[pyarrow.Table, Where]:
     import pyarrow
 
     delimiter = "\t" if kind == "tsv" else ","
     tables = [read_parquet(path) if kind == "parquet" else _read_csv(path, delimiter, texts) for path in paths]
+    begins = [*accumulate((table.num_rows for table in tables), initial=0)]
     try:
-        return datasets.Dataset(pyarrow.concat_tables(tables, promote_options="permissive"))
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
     except pyarrow.ArrowException as error:
         names = ", ".join(path.name for path in paths)
         raise DataError(f"{paths[0].parent}: the columns of {names} differ: {error}") from error
+
+    def where(row: int) -> str:
+        file = bisect_right(begins, row) - 1
+        return f"{paths[file]}:{row - begins[file]}"
+
+    return table, where
 
 
 def read_parquet(path: Path) -> pyarrow.Table:

@@ -30,8 +30,10 @@ def columns_of_prompt(prompt_field: str) -> tuple[str, ...]:
     return (*_SYSTEM, *_MEDIA, *_PARTS.get(prompt_field, ()))
 
 
-def field_of(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of a field of one for a name with dots; None where it is missing."""
+def field_of(record: Mapping[str, Any], name: str | None) -> Any:
+    """The value of a column, or of a field of one for a name with dots; None where it is missing, or none is named."""
+    if name is None:
+        return None
     if name in record:
         return record[name]
     first, _, rest = name.partition(".")
@@ -167,7 +169,8 @@ def checked_answer(value: Any, field: str, where: str) -> Answer | None:
         answer = tuple(map(_answer_text, value)) if isinstance(value, list) else _answer_text(value)
     except ValueError as error:
         allowed = "must be a string or a number, true or false, or a list of these that are all acceptable"
-        raise DataError(f"{where}: field {field!r} {allowed}, found {error}") from error
+        whole = "answer_field: null gives the column to rewards as it is, in metadata"
+        raise DataError(f"{where}: field {field!r} {allowed} ({whole}), found {error}") from error
     check_text(answer, field, where)
     return answer
 

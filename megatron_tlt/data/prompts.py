@@ -201,7 +201,7 @@ class PromptStream:
         self._is_peek = False  # a copy that looks ahead: without lines in the log
 
     @property
-    def epoch(self) -> int:
+    def _epoch(self) -> int:
         """Full passes over a finite source so far; 0 for an infinite one."""
         return self._draws // self._source.size if self._source.size else 0
 
@@ -309,7 +309,7 @@ class PromptStream:
     def _next(self) -> tuple[Row, Prompt] | None:
         """None at the end of a source that is read once."""
         for _ in range(self._source.size or _MOST_DROPS_IN_A_ROW):
-            if self._once and self.epoch:
+            if self._once and self._epoch:
                 break
             row = self._drawn_row()
             tokens = None if row is None else self._encode(row)
@@ -327,7 +327,7 @@ class PromptStream:
                 dict(row.metadata),
                 env_seed(self._seed, prompt_id),
             )
-        if self._once and self.epoch and self._next_id:
+        if self._once and self._epoch and self._next_id:
             return None
         raise self._none_fits("prompt")
 

@@ -23,6 +23,7 @@ from megatron_tlt.data.dataset_files import (
     of_text,
     read_dataset_files,
     read_parquet,
+    rows_of,
     unread_files,
 )
 from megatron_tlt.data.fields import (
@@ -37,6 +38,7 @@ from megatron_tlt.data.fields import (
     without_absent,
 )
 from megatron_tlt.data.hashing import digest, stamp
+from megatron_tlt.data.hub import hub_name
 from megatron_tlt.data.json_files import read_json, without_spelling
 from megatron_tlt.errors import DataError, no_such_file, shortened
 from megatron_tlt.types import Answer
@@ -143,6 +145,8 @@ class FileSource:
         """
         self._takes_tokens, self._system = takes_tokens, system
         self._config, self._path, self._records, self._where = config, path, records, where
+        named = hub_name(str(path))  # of the hub the directory is called by the commit
+        self._name = path.stem if named is None else named[0]
         self._pattern = None if config.answer_pattern is None else re.compile(config.answer_pattern, re.DOTALL)
         if not len(records):
             raise DataError(f"{path}: no records")
@@ -189,7 +193,7 @@ class FileSource:
         text = prompt if isinstance(prompt, str) else last_user_text(prompt)
         if messages is not None:  # `text` is the last one of them only
             metadata[self._config.prompt_field] = [*messages]
-        ids, name = None if tokens is None else tuple(tokens), self._path.stem
+        ids, name = None if tokens is None else tuple(tokens), self._name
         of_data = f"{name}:{self._fingerprint}:{index}"  # splits of one data set may have one stem
         return Row(of_data, text, answer, name, metadata, messages, self._where(index), ids, self._tools(index, record))
 
@@ -210,8 +214,8 @@ class FileSource:
             sha.update(json.dumps([prompt, answer, tools] if tools else [prompt, answer]).encode())
         field = self._config.answer_field
         # A user's reward function may need no answer; a mistyped column is an error all the same.
-        if not answers and field != _DEFAULT_ANSWER_FIELD:
-            there = columns_hint(self._records[0], field)
+        if not answers and field not in (None, _DEFAULT_ANSWER_FIELD):
+            there = columns_hint(self._records[0], str(field))
             raise DataError(f"{self._path}: no record has the answer field {field!r}{there}")
         return sha.hexdigest()[:16]
 
@@ -221,7 +225,7 @@ class FileSource:
             yield from self._records
             return
         field = self._config.prompt_field
-        names = (field, self._config.answer_field, TOOLS, *columns_of_prompt(field))
+        names = (field, self._config.answer_field or "", TOOLS, *columns_of_prompt(field))
         there = self._records.column_names
         wanted = [c for c in there if any(name == c or name.startswith(f"{c}.") for name in names)]
         for batch in self._records.select_columns(wanted or there).iter(_CHECKED_AT_ONCE):
@@ -240,7 +244,7 @@ class FileSource:
         value = field_of(record, self._config.answer_field)
         if value is not None and self._narrow is not None:
             value = [*map(self._narrow, value)] if isinstance(value, list) else self._narrow(value)
-        answer = checked_answer(value, self._config.answer_field, where)
+        answer = checked_answer(value, str(self._config.answer_field), where)
         text: str | Messages = ""
         if tokens is None:
             text = checked_prompt(prompt, self._config.prompt_field, where)
@@ -305,7 +309,7 @@ def _open_file(about: str, path: Path, system: str | None, _stamp: Hashable) -> 
         return FileSource(config, path, records, lambda row: f"{path}:{lines[row]}", system=system)
     if config.kind == "parquet" and not path.is_dir():
         return FileSource(config, path, _read_parquet(path), lambda row: f"{path}:{row}", system=system)
-    texts = (config.prompt_field, config.answer_field)
+    texts = [*filter(None, (config.prompt_field, config.answer_field))]
     data = read_dataset(path, config.subset, config.split, texts, _ending_of(config))
     return FileSource(config, path, *data, system=system)
 
@@ -317,11 +321,9 @@ def _ending_of(config: PromptSourceConfig) -> str:
 
 def _read_parquet(path: Path) -> Any:
     """The rows of a Parquet file. Raises DataError."""
-    import datasets
-
     if not path.exists():
         raise DataError(f"{path}: {no_such_file(path)}")
-    return of_text(datasets.Dataset(read_parquet(path)), path)
+    return rows_of(read_parquet(path), path)
 
 
 def unread_warning(config: PromptSourceConfig, field: str) -> str | None:

@@ -72,6 +72,11 @@ class HFTokenizer:
         tokens: dict[str, int] = self._tokenizer.get_vocab()
         return tokens
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry. Kept: `vocabulary` makes a dictionary in each call."""
+        return max(map(len, self.vocabulary()), default=1)
+
     def token(self, number: int) -> str:
         """The token with this id, for messages."""
         return str(self._tokenizer.convert_ids_to_tokens(number))

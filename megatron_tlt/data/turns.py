@@ -54,7 +54,6 @@ class TurnTokens:
         self._chat = chat and tokenizer.has_chat_template
         self._most = max_observation_tokens
         self._ends = {*tokenizer.eos_token_ids, *ends}
-        self._longest_token = max(map(len, tokenizer.vocabulary()), default=1)  # in characters
         if tools and not self._chat:
             names = [tool["function"]["name"] for tool in tools]
             allowed = f"are tools, which need data.chat_template and a tokenizer with one ({tokenizer.name})"
@@ -75,7 +74,7 @@ class TurnTokens:
         Each token counts as the vocabulary's longest entry, which is often a run of 64 or 128 spaces. An entry of a
         byte-level vocabulary has a letter for each byte, so it is no shorter than its text.
         """
-        return (num_tokens + _EDGE_TOKENS) * self._longest_token
+        return (num_tokens + _EDGE_TOKENS) * self._tokenizer.longest_token
 
     @property
     def opens_thought(self) -> bool:

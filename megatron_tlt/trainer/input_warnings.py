@@ -16,10 +16,12 @@ from megatron_tlt.config.checks.learning import algorithm_warnings, learning_rat
 from megatron_tlt.config.checks.speculation import unread_settings, unread_steps_warning
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
-from megatron_tlt.data.completions import read_completions
+from megatron_tlt.data.chat import all_texts
+from megatron_tlt.data.completions import Completion, read_completions
 from megatron_tlt.data.long_prompts import long_prompt_warnings
 from megatron_tlt.data.prompts import open_source
 from megatron_tlt.data.sources import FileSource, unread_warning
+from megatron_tlt.data.turn_form import read_turn_form
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.envs.build import environment_warning
 from megatron_tlt.models.hf.config import ModelConfig, shape_of
@@ -152,8 +154,8 @@ def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
     for field, path, split in section.files:
         if not Path(path).exists():
             continue
-        rows, numbers = read_completions(section, Path(path), split)
-        at, places = f"{field} = {path}", [f"{path}:{number}" for number in numbers]
+        rows, places = read_completions(section, Path(path), split)
+        at = f"{field} = {path}"
         if blank := [place for place, row in zip(places, rows, strict=True) if row.is_blank]:
             why = f"have no text to learn and are left out (the first: {blank[0]})"
             found.append(f"{at}: {len(blank)} of {len(rows)} records {why}")
@@ -162,9 +164,19 @@ def _of_records(config: TrainingConfig, section: SftSection) -> list[str]:
             why = "stand before the last message of the user: they are context and not learned"
             found.append(f"{at}: {earlier} of {turns} turns of the assistant {why}")
         if tokenizer is not None:
-            prompts = zip(places, (row.prompt for row in rows), strict=True)
-            found += row_warnings(tokenizer, at, _remedy(config), prompts, any(row.tools for row in rows))
+            end = tokenizer.token(read_turn_form(tokenizer).end[-1])
+            texts = (_rendered_texts(row, end) for row in rows)
+            has_tools = any(row.tools for row in rows)
+            found += row_warnings(tokenizer, at, _remedy(config), zip(places, texts, strict=True), has_tools)
     return found
+
+
+def _rendered_texts(row: Completion, end: str) -> str:
+    """The texts of a record that may be rendered already: a text to learn only where `end`, the token that ends a turn,
+    is within it; at its end it does no harm, and other special tokens are usual, as before a call of a tool.
+    """
+    turns = (text for text in row.turns[::2] if end in text.removesuffix(end))
+    return "\n".join([all_texts(row.prompt), *turns])
 
 
 def _remedy(config: TrainingConfig) -> str:

@@ -24,6 +24,7 @@ from megatron_tlt.config.planning.report import fits_line, render_check
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import form_of
 from megatron_tlt.data.completions import Completion, read_completions
+from megatron_tlt.data.hashing import digest
 from megatron_tlt.data.hub import cached, names_of
 from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import first_row, open_source, source_problems
@@ -54,6 +55,7 @@ from megatron_tlt.trainer.environments import prompt_tools, reward_problems
 from megatron_tlt.trainer.input_warnings import disk_warning, input_warnings
 from megatron_tlt.trainer.teacher import teacher_problems, teacher_shape, with_teacher_shape
 from megatron_tlt.trainer.token_checks import (
+    long_records,
     record_problems,
     tokenizer_here,
     tokenizer_problems,
@@ -86,6 +88,8 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     missing = [problem for problem in missing_files(config) if problem.path not in named]
     problems += _problems(config, num_ranks, None, folder) + _problems_of_large_files(config, None)
     problems = problems or turn_problems(config)
+    beyond, long = ([], []) if problems else long_records(config)
+    problems += beyond
     rl = config.rl
     prompt = None if problems or rl is None else _first_prompt(rl)
     if rl is not None and rl.env is not None and prompt is not None:
@@ -104,7 +108,7 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing] + _not_compared(config, shape)
     device = resolve_device(config, None)
     judged = [] if rl is None else _judged(rl, prompt)
-    warnings = [f"warning: {text}" for text in [*input_warnings(config, device), *_unseen_drafter(config, shape)]]
+    warnings = [f"warning: {t}" for t in [*input_warnings(config, device), *long, *_unseen_drafter(config, shape)]]
     if device is None:
         positions = None if model is None else model.max_position_embeddings
         on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
@@ -177,23 +181,39 @@ def _hash_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
 
 def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[str]) -> list[ConfigProblem]:
-    """Weights of which hosts have different copies: each rank loads its host's, and replicas would train apart.
+    """Weights and rows of which hosts have different copies: each rank reads its host's, and replicas would train
+    apart, or on other numbers of tokens than the loss is divided by.
 
     `hosts`: of all ranks, of which the first of each host reads. Collective.
     """
     if len(set(hosts)) == 1:
         return []
     reads = hosts.index(hosts[world.rank]) == world.rank
-    with together(world, "read the weights"):
-        found = weight_fingerprints(config) if reads else {}
+    with together(world, "read weights and rows"):
+        found = {"weights": weight_fingerprints(config), "rows": _row_fingerprints(config)} if reads else {}
     copies = [(host, copy) for host, copy in zip(hosts, world.all_gather_object(found), strict=True) if copy]
     first, own = copies[0]
     problems = []
-    for field, weights in own.items():
-        if other := next((host for host, copy in copies if copy[field][1] != weights[1]), None):
-            allowed = f"hosts {first} and {other} hold different weights: copy one's to all hosts, or share a disk"
-            problems.append(ConfigProblem(field, weights[0], allowed))
+    for what, files in own.items():
+        for field, (path, mine) in files.items():
+            if other := next((host for host, copy in copies if copy[what][field][1] != mine), None):
+                allowed = f"hosts {first} and {other} hold different {what}: copy one's to all hosts, or share a disk"
+                problems.append(ConfigProblem(field, path, allowed))
     return problems
+
+
+def _row_fingerprints(config: TrainingConfig) -> dict[str, tuple[str, str]]:
+    """Path and fingerprint of the prompts and records that each rank reads from files, by field."""
+    found = {}
+    if (rl := config.rl) is not None:
+        for name, source in rl.data.sources:
+            if source.path is not None:
+                rows = open_source(source, name, 0, rl.data.system_prompt)
+                found[f"{name}.path"] = source.path, rows.fingerprint
+    if config.records is not None:
+        for field, path, split in config.records.files:
+            found[field] = path, digest(*map(digest, read_completions(config.records, Path(path), split)[0]))
+    return found
 
 
 def place_problems(config: TrainingConfig, must_be_writable: bool = True) -> list[ConfigProblem]:
@@ -388,9 +408,9 @@ def _unreadable_records(section: SftSection, render: Renderer | None) -> list[Co
     for field, path, split in section.files:
         try:
             if Path(path).exists():
-                rows, numbers = read_completions(section, Path(path), split)
+                rows, places = read_completions(section, Path(path), split)
                 if render is not None:
-                    _render_each_form(render, rows, [f"{path}:{number}" for number in numbers])
+                    _render_each_form(render, rows, places)
         except DataError as error:
             problems.append(ConfigProblem(field, path, str(error)))
     return problems

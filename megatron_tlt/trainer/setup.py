@@ -139,10 +139,9 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     from megatron_tlt.trainer.sft import SftTrainer
 
     device_memory.let_segments_grow(world.device)
-    config = device_memory.with_device_memory(config, world)
+    config = with_date(device_memory.with_device_memory(config, world), world)
     check_on(config, world, place_problems(config))
     setup_logging(world.rank, world.size)
-    config = with_date(config, world)
     return SftTrainer(config, world, open_tokenizer(config), signals)
 
 

@@ -17,11 +17,11 @@ from megatron_tlt.actor.policy import MegatronPolicy
 from megatron_tlt.checkpoint.export import write_hf
 from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.config.checks.files import note_maker
-from megatron_tlt.data.completions import encoded_records
+from megatron_tlt.data.completions import forget_completions, read_sequences
 from megatron_tlt.data.packing import balance
 from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.drafters.fingerprint import policy_fingerprint
-from megatron_tlt.errors import CheckpointError, DataError
+from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.jsonl import StepFile
 from megatron_tlt.observe.progress import build_progress
@@ -29,7 +29,7 @@ from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.trainer.job import Job, State
-from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
+from megatron_tlt.types import TrainBatch, TrainSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,22 +53,6 @@ class CompletionLoss:
         """Loss sum over unmasked tokens (0-d) and its metric sums."""
         nll = -(inputs.logprobs * inputs.mask).sum()
         return nll, {"nll": nll.detach()}
-
-
-def read_records(
-    sft: SftSection, path: Path, split: str, tokenizer: HFTokenizer, max_context: int
-) -> list[TrainSequence]:
-    """The records' sequences. Raises DataError naming file and record for one that cannot be encoded or exceeds
-    `max_context` tokens.
-    """
-    sequences = []
-    for number, where, (prompt, response, given) in encoded_records(sft, path, split, tokenizer, max_context):
-        tokens = [*prompt, *response]
-        if len(tokens) > max_context:
-            raise DataError(f"{where}: {len(tokens)} tokens, model.max_context allows {max_context}")
-        unknown = np.zeros(len(response), np.float32)
-        sequences.append(TrainSequence.of(Trajectory(number, 0, np.array(tokens, np.int32), unknown, given)))
-    return sequences
 
 
 def steps_of(sequences: Sequence[TrainSequence], tokens_per_step: int, seed: int) -> Iterator[list[TrainSequence]]:
@@ -96,6 +80,13 @@ def _filler_warning(sequences: Sequence[TrainSequence], tokens_per_step: int, dp
         f"sft.tokens_per_step = {tokens_per_step} is about {count} records of {mean:.0f} tokens, and there are {dp} "
         f"data-parallel replicas: the others compute nothing. With {math.ceil(dp * mean)} tokens each has a record"
     )
+
+
+def _passes_line(sequences: Sequence[TrainSequence], sft: SftSection) -> str:
+    """How often the steps go through the training records."""
+    tokens = sum(s.trajectory.length for s in sequences)
+    taken = sum(map(len, islice(steps_of(sequences, sft.tokens_per_step, sft.seed), sft.num_steps)))
+    return f"{len(sequences)} records, {tokens} tokens: {sft.num_steps} steps are {taken / len(sequences):.4g} passes"
 
 
 def _fingerprint(config: SftConfig, sequences: Sequence[TrainSequence]) -> str:
@@ -129,10 +120,14 @@ class SftTrainer(Job):
         self.config, self.world, self.num_steps = config, world, sft.num_steps
 
         def read(path: str, split: str) -> list[TrainSequence]:
-            return read_records(sft, Path(path), split, tokenizer, config.model.max_context)
+            sequences, long = read_sequences(sft, Path(path), split, tokenizer, config.model.max_context)
+            if long is not None and world.is_main:
+                _log.warning(long)
+            return sequences
 
         self._train = read(sft.train_path, sft.train_split)
         self._eval = [] if sft.eval_path is None else read(sft.eval_path, sft.eval_split)
+        forget_completions()
         self._fingerprint = _fingerprint(config, self._train)
         lock = lock_run_dir("sft.out", sft.out, config.state_dir, world)
         self.shutdown = GracefulShutdown(world, config.stop, signals)
@@ -165,9 +160,10 @@ class SftTrainer(Job):
     def begin(self) -> bool:
         """Opens the display and the steps that are not done."""
         sft = self.config.sft
-        warning = _filler_warning(self._train, sft.tokens_per_step, self.policy.dims.dp)
-        if warning is not None and self.world.is_main:
-            _log.warning(warning)
+        if self.world.is_main:
+            self.note(_passes_line(self._train, sft))
+            if (warning := _filler_warning(self._train, sft.tokens_per_step, self.policy.dims.dp)) is not None:
+                _log.warning(warning)
         self.progress = build_progress("auto", sft.num_steps, self.world.rank)
         self._steps = islice(steps_of(self._train, sft.tokens_per_step, sft.seed), self.done, None)
         self._started, self._tokens = time.perf_counter(), 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.root import TrainingConfig
-from megatron_tlt.data.completions import encoded_records
+from megatron_tlt.data.completions import encoded_records, read_sequences
 from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer, read_tokenizer
 from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
 from megatron_tlt.envs.build import environment_tools
@@ -16,6 +16,8 @@ from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, Dat
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.chat_settings import template_settings
 from megatron_tlt.trainer.environments import turn_tokens
+
+_MOST_ENCODED = 4096  # records of a file: seconds of the tokenizer
 
 
 def open_tokenizer(config: TrainingConfig) -> HFTokenizer:
@@ -94,6 +96,26 @@ def record_problems(config: TrainingConfig) -> list[ConfigProblem]:
         except (CheckpointError, DataError) as error:
             problems.append(ConfigProblem(field, path, str(error)))
     return problems
+
+
+def long_records(config: TrainingConfig) -> tuple[list[ConfigProblem], list[str]]:
+    """For `check`, of the first records in each file on this machine: one that cannot be encoded, and a file in which
+    none fits into `model.max_context`; a warning for each file of which some are left out.
+
+    A start encodes all of them and says the same.
+    """
+    tokenizer, problems, warnings = tokenizer_here(config), list[ConfigProblem](), list[str]()
+    if config.records is None or tokenizer is None:
+        return [], []
+    for field, path, split in config.records.files:
+        try:
+            if Path(path).exists():
+                limits = config.model.max_context, _MOST_ENCODED
+                _, long = read_sequences(config.records, Path(path), split, tokenizer, *limits)
+                warnings += [] if long is None else [f"{field} = {long}"]
+        except (CheckpointError, DataError) as error:
+            problems.append(ConfigProblem(field, path, str(error)))
+    return problems, warnings
 
 
 def turn_problems(config: TrainingConfig) -> list[ConfigProblem]:

@@ -415,3 +415,28 @@ def test_the_slurm_example_keeps_the_commas_of_an_answer() -> None:
         to_prompt({"problem": "What?"})
     assert [reward("math", found[0], rf"\boxed{{{text}}}") for text in ("(1,-2)", "(1-2)")] == [1.0, 0.0]
     assert reward("math", found[1], r"\boxed{1000}") == 1.0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_without_an_answer_field_a_column_of_any_form_reaches_the_reward(tmp_path: Path, kind: str) -> None:
+    values: list[Any] = [{"cases": [[1], []]}, {"cases": []}]
+    given = [{"prompt": "p", "answer": value} for value in values]
+    path = tmp_path / f"r.{kind}"
+    if kind == "jsonl":
+        values += [[], [[1.5]]]
+        given = [{"prompt": "p", "answer": value} for value in values]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in given))
+    else:
+        pyarrow.parquet.write_table(pa.Table.from_pylist(given), path)
+    found = rows(path, kind, answer_field=None)
+    assert [(row.answer, row.metadata) for row in found] == [(None, {"answer": value}) for value in values]
+    with pytest.raises(DataError, match=r"\(answer_field: null gives the column to rewards as it is"):
+        rows(path, kind)
+
+
+def test_rows_of_the_hub_have_the_data_set_s_name(tmp_path: Path) -> None:
+    folder = tmp_path / "datasets--openai--gsm8k/snapshots" / ("0a" * 20)
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_bytes(ROW)
+    (row,) = rows(folder, "hf")
+    assert row.task == "openai/gsm8k" and row.dataset_id.startswith("openai/gsm8k:")

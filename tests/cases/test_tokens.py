@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_tlt.config.data import DataSection, PromptSourceConfig
 from megatron_tlt.config.root import Config, SftConfig, SftSection
+from megatron_tlt.data.completions import read_sequences
 from megatron_tlt.data.prompts import build_prompts, file_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.data.sources import FileSource
@@ -19,7 +20,6 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.trainer.preflight import check_report
-from megatron_tlt.trainer.sft import read_records
 from tests.helpers.chat_models import save_sentencepiece
 
 DEMO_POLICY = Path(__file__).resolve().parents[2] / "assets/demo-policy"
@@ -57,7 +57,7 @@ def config_of(model: Path, **data: Any) -> Config:
 
 def sft_tokens(path: Path, tokenizer: HFTokenizer, chat: bool = True) -> list[list[int]]:
     section = SftSection(train_path=str(path), out="", chat_template=chat)
-    return [s.trajectory.token_ids.tolist() for s in read_records(section, path, "train", tokenizer, 300)]
+    return [s.trajectory.token_ids.tolist() for s in read_sequences(section, path, "train", tokenizer, 300)[0]]
 
 
 def test_sft_ends_turns_with_the_templates_token_of_several(model: Path, tmp_path: Path) -> None:

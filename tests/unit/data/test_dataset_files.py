@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pyarrow.parquet
 import pytest
 from datasets.data_files import DataFilesDict, get_data_patterns
 
+from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.data.dataset_files import choose_files, read_dataset_files
+from megatron_tlt.data.sources import open_file
 from megatron_tlt.errors import DataError
 
 
@@ -102,6 +105,26 @@ def test_cells_of_csv_may_be_long_and_a_column_s_last_one_of_another_type(tmp_pa
     (tmp_path / "train.csv").write_text(f'prompt,level\n"{long}",1\nq,2\nq,two\n')
     rows, _ = read_dataset_files(tmp_path, None, None, ("prompt",))
     assert [(row["prompt"] == long, row["level"]) for row in rows] == [(True, "1"), (False, "2"), (False, "two")]
+
+
+ONE = pyarrow.array(["p"])
+UNHEARD = {"info": {"features": {"prompt": {"dtype": "string", "_type": "Unheard"}}}}
+WITHOUT_FORM = {
+    "maps": pyarrow.table(
+        {"prompt": ONE, "x": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))}
+    ),
+    "an unknown type": pyarrow.table({"prompt": ONE}).replace_schema_metadata({"huggingface": json.dumps(UNHEARD)}),
+}
+
+
+@pytest.mark.parametrize("form", WITHOUT_FORM)
+def test_columns_that_rows_cannot_have_are_an_error_with_the_path(tmp_path: Path, form: str) -> None:
+    pyarrow.parquet.write_table(WITHOUT_FORM[form], tmp_path / "train.parquet")
+    with pytest.raises(DataError, match=f"^{tmp_path}: "):
+        read_dataset_files(tmp_path, None, None, ("prompt",))
+    path = tmp_path / "train.parquet"
+    with pytest.raises(DataError, match=f"^{path}: "):
+        open_file(PromptSourceConfig(kind="parquet", path=str(path)), path)
 
 
 def parquet(rows: list[dict[str, Any]]) -> bytes:

@@ -11,7 +11,7 @@ from megatron_tlt.config.root import SftConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.trainer.input_warnings import disk_warning, input_warnings
 from megatron_tlt.trainer.preflight import check_report, input_problems, without_training
-from tests.helpers.chat_models import QWEN3, chat_model
+from tests.helpers.chat_models import DEMO_POLICY, QWEN3, chat_model
 from tests.helpers.checked_configs import ARCHITECTURE, make
 
 ENVIRONMENTS = Path(__file__).parents[1] / "envs/user_envs.py"
@@ -117,6 +117,33 @@ def test_records_that_are_not_learned_whole_are_counted(tmp_path):
     at = f"sft.train_path = {path}"
     assert blank == f"{at}: 2 of 4 records have no text to learn and are left out (the first: {path}:2)"
     assert unseen.startswith(f"{at}: the chat template of {model} does not read 'tools', so prompts do not show")
+
+
+def test_check_counts_the_records_beyond_the_context(tmp_path):
+    path, row = tmp_path / "r.jsonl", {"prompt": "1 + 2", "completion": "3"}
+    tree = {
+        "model": {"path": str(DEMO_POLICY), "max_context": 64},
+        "sft": {"train_path": str(path), "out": str(tmp_path / "o")},
+    }
+    long = {**row, "prompt": "1 + 2 " * 50}
+    path.write_text(json.dumps(row) + "\n" + json.dumps(long) + "\n")
+    said = f"\nwarning: sft.train_path = {path}: 1 of 2 records have more than model.max_context = 64 tokens"
+    assert said in check_report(SftConfig.model_validate(tree), 1)
+    path.write_text(json.dumps(long) + "\n")
+    with pytest.raises(ConfigError, match=r"all 1 records have more than model\.max_context = 64 tokens"):
+        check_report(SftConfig.model_validate(tree), 1)
+
+
+def test_texts_to_learn_that_are_rendered_already_are_counted(tmp_path):
+    """One that ends with the end token gets no second one, and a token before a call is meant."""
+    path, asked = tmp_path / "r.jsonl", {"role": "user", "content": "1 + 2"}
+    texts = ["3", "3<|end|>", "<|pad|>3", "3<|end|>\n<|user|>4"]
+    forms = [{"prompt": "1 + 2", "completion": text} for text in texts]
+    forms += [{"messages": [asked, {"role": "assistant", "content": text}]} for text in texts]
+    path.write_text("".join(json.dumps(form) + "\n" for form in forms))
+    tree = {"model": {"path": str(DEMO_POLICY)}, "sft": {"train_path": str(path), "out": "o"}}
+    (found,) = [text for text in input_warnings(SftConfig.model_validate(tree), "cpu") if "special token" in text]
+    assert f"2 of 8 rows have a special token in their text, as a rendered conversation has (first {path}:4" in found
 
 
 def test_turns_of_the_assistant_that_are_context_are_counted(tmp_path):

@@ -1,5 +1,6 @@
 """Problems of inputs are found together with those of the layout."""
 
+import json
 import shutil
 import socket
 from dataclasses import replace
@@ -92,12 +93,14 @@ def test_weights_by_handles_of_expandable_segments_are_refused_where_a_command_h
         ("model.path", "model.layers.1.mlp.down_proj.weight"),
         ("algorithm.teacher", "model.embed_tokens.weight"),
         ("actor.lora.adapter_path", None),
+        ("data.train.path", None),
         (None, None),
     ],
 )
-def test_hosts_with_different_weights_are_refused(tmp_path, monkeypatch, field, changed):
+def test_hosts_with_different_weights_or_prompts_are_refused(tmp_path, monkeypatch, field, changed):
     """Each rank loads its own host's, as fetched from the hub at a path of its own; `elsewhere`: the second host's."""
     names = {"model.path": "model", "algorithm.teacher": "teacher", "actor.lora.adapter_path": "adapter"}
+    names["data.train.path"] = "rows.jsonl"
     for host in ("here", "elsewhere"):
         for name in ("model", "teacher"):
             is_other = host == "elsewhere" and name == names.get(field)
@@ -106,14 +109,17 @@ def test_hosts_with_different_weights_are_refused(tmp_path, monkeypatch, field, 
         (tmp_path / host / "adapter").mkdir()
         text = b"other factors" if host == "elsewhere" and field == "actor.lora.adapter_path" else b"factors"
         (tmp_path / host / "adapter/adapter_model.safetensors").write_bytes(text)
+        is_other = host == "elsewhere" and field == "data.train.path"
+        (tmp_path / host / "rows.jsonl").write_text(json.dumps({"prompt": "p", "answer": str(is_other)}))
     monkeypatch.setattr(preflight, "_problems", lambda *_: [])
     monkeypatch.setattr(preflight, "_problems_of_large_files", lambda *_: [])
 
     def at_host(host):
         given = ["algorithm.name=distill", *(f"{at}={tmp_path / host / name}" for at, name in names.items())]
-        return build_config({"data": {"train": {"tasks": [{"name": "chain_sum"}]}}}, given, Config)
+        return build_config({"data": {"train": {"kind": "jsonl"}}}, given, Config)
 
-    config, there = at_host("here"), preflight.weight_fingerprints(at_host("elsewhere"))
+    config, other = at_host("here"), at_host("elsewhere")
+    there = {"weights": preflight.weight_fingerprints(other), "rows": preflight._row_fingerprints(other)}
 
     def gathered(mine):
         if mine == socket.gethostname():
@@ -127,9 +133,30 @@ def test_hosts_with_different_weights_are_refused(tmp_path, monkeypatch, field, 
     if field is None:
         check_on(config, world)
         return
-    words = f"{field} = '{tmp_path}/here/{names[field]}': hosts a and b hold different weights"
+    what = "rows" if field == "data.train.path" else "weights"
+    words = f"{field} = '{tmp_path}/here/{names[field]}': hosts a and b hold different {what}"
     with pytest.raises(ConfigError, match=f"^{words}.*$"):
         check_on(config, world)
+
+
+def test_hosts_with_different_records_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "weight_fingerprints", lambda _: {})
+
+    def at_host(host, completion):
+        path = tmp_path / f"{host}.jsonl"
+        path.write_text(json.dumps({"prompt": "p", "completion": completion}))
+        tree = {"model": {"path": "m"}, "sft": {"train_path": str(path), "out": "o"}}
+        return SftConfig.model_validate(tree)
+
+    for completion, fields in (("a", []), ("b", ["sft.train_path"])):
+        there = {"weights": {}, "rows": preflight._row_fingerprints(at_host("elsewhere", completion))}
+        world = SimpleNamespace(
+            rank=0, wait_for_all=lambda: None,
+            all_gather_object=lambda mine, there=there: [mine, there if isinstance(mine, dict) else mine],
+        )  # fmt: skip
+        found = preflight._problems_of_copies(at_host("here", "a"), world, ["a", "b"])  # type: ignore[arg-type]
+        assert [problem.path for problem in found] == fields
+        assert all("hosts a and b hold different rows" in problem.allowed for problem in found)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The parts of a run as its configuration has them on each rank."""
 
 import os
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +77,23 @@ def test_fine_tuning_that_its_gpu_has_no_room_for_is_refused(monkeypatch, tmp_pa
         setup.build_sft_trainer(SftConfig.model_validate(tree), world)
     (problem,) = (p for p in refused.value.problems if p.path == "cluster.memory_gib")
     assert problem.value == 10 and "in the update" in problem.allowed
+
+
+def test_fine_tuning_is_checked_with_the_date_of_its_prompts(monkeypatch, tmp_path):
+    """A template that shows today's date is rendered by the checks, too: on the day on which the run began."""
+    tree = {"model": {"path": "m"}, "sft": {"train_path": "r.jsonl", "out": str(tmp_path)}}
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished/config.json").write_text('{"sft": {"chat_template_date": "2025-01-02"}}')
+    monkeypatch.setattr(device_memory, "let_segments_grow", lambda device: None)
+    monkeypatch.setattr(device_memory, "with_device_memory", lambda config, world: config)
+    checked = []
+
+    def check_on(config, *_):
+        checked.append(config.sft.chat_template_date)
+        raise ConfigError([])
+
+    monkeypatch.setattr(setup, "check_on", check_on)
+    world = SimpleNamespace(device=torch.device("cpu"), is_main=True, broadcast_object=lambda value: value)
+    with pytest.raises(ConfigError):
+        setup.build_sft_trainer(SftConfig.model_validate(tree), world)
+    assert checked == [date(2025, 1, 2)]

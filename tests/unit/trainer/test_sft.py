@@ -15,13 +15,18 @@ import torch
 from megatron_tlt.config.data import PromptSourceConfig
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.root import SftConfig, SftSection
+from megatron_tlt.data import completions
+from megatron_tlt.data.completions import RecordTokens, read_completions, read_sequences
 from megatron_tlt.data.sources import open_file
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError, TrainingError
 from megatron_tlt.models.hf.peft import ADAPTER_WEIGHTS
 from megatron_tlt.observe.jsonl import StepFile
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
-from megatron_tlt.trainer.sft import LOSSES_FILE, SftTrainer, _fingerprint, read_records, steps_of
+from megatron_tlt.trainer import sft as sft_module
+from megatron_tlt.trainer.input_warnings import input_warnings
+from megatron_tlt.trainer.preflight import input_problems
+from megatron_tlt.trainer.sft import LOSSES_FILE, SftTrainer, _fingerprint, steps_of
 from megatron_tlt.types import TrainOutput
 from tests.helpers.chat_models import DEMO_POLICY, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
@@ -31,7 +36,7 @@ NAN = float("nan")
 
 def read(path, tokenizer=None, max_context=10, **settings):
     sft = SftSection(train_path=str(path), out="", **{"chat_template": False, **settings})
-    return read_records(sft, path, sft.train_split, tokenizer or CharTokenizer(), max_context)
+    return read_sequences(sft, path, sft.train_split, tokenizer or CharTokenizer(), max_context)[0]
 
 
 def write(path, *lines):
@@ -45,9 +50,7 @@ def test_the_completion_and_the_end_are_learned(tmp_path):
     first, second = read(path)
     assert first.trajectory.token_ids.tolist() == [*tokenizer.encode("abcd"), 0]
     assert (first.trajectory.response_start, first.loss_mask.tolist()) == (2, [1.0, 1.0, 1.0])
-    assert (
-        second.trajectory.token_ids.tolist() == [*tokenizer.encode("ab"), 0] and second.trajectory.prompt_id == 3
-    )  # the line
+    assert second.trajectory.token_ids.tolist() == [*tokenizer.encode("ab"), 0] and second.trajectory.prompt_id == 2
 
 
 def test_chat_messages_end_with_the_completion(tmp_path):
@@ -180,10 +183,83 @@ def test_a_split_of_a_data_set_with_columns_of_its_own_is_read(tmp_path):
         assert sequence.trajectory.token_ids.tolist() == [*tokenizer.encode(text), 0]
 
 
-def test_a_record_beyond_the_context_is_named_by_line(tmp_path):
-    lines = '{"prompt": "a", "completion": "b"}', '{"prompt": "abcdefgh", "completion": "ab"}'
-    with pytest.raises(DataError, match=r"r\.jsonl:2: 11 tokens, model\.max_context allows 10"):
-        read(write(tmp_path / "r.jsonl", *lines))
+SHORT, LONG = '{"prompt": "a", "completion": "b"}', '{"prompt": "abcdefgh", "completion": "%s"}'
+
+
+def test_records_beyond_the_context_are_left_out_and_counted(tmp_path):
+    path = write(tmp_path / "r.jsonl", SHORT, LONG % "ab", LONG % "abc", SHORT)
+    sft = SftSection(train_path=str(path), out="", chat_template=False)
+    sequences, line = read_sequences(sft, path, "train", CharTokenizer(), 10)
+    assert [sequence.trajectory.prompt_id for sequence in sequences] == [1, 4]
+    limit = "more than model.max_context = 10 tokens"
+    assert line == f"{path}: 2 of 4 records have {limit} and are left out (the longest has 12, the first is {path}:2)"
+    _, line = read_sequences(sft, path, "train", CharTokenizer(), 10, most=2)
+    assert line.startswith(f"{path}: 1 of the first 2 records have {limit}")
+    with pytest.raises(DataError, match=rf"r\.jsonl: all 2 records have {limit} \(the shortest, .*:2, has 11\)"):
+        read(write(path, LONG % "abc", LONG % "ab"))
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_a_start_says_once_which_records_are_left_out_and_keeps_no_text(is_main, tmp_path, caplog, monkeypatch):
+    path = write(tmp_path / "r.jsonl", SHORT, LONG % "ab")
+    tree = {"model": {"path": "m", "max_context": 10}, "sft": {"train_path": str(path), "out": "o"}}
+    tree["sft"]["chat_template"] = False
+
+    class Enough(Exception):
+        pass
+
+    monkeypatch.setattr(sft_module, "_fingerprint", MagicMock(side_effect=Enough))
+    with pytest.raises(Enough):
+        SftTrainer(SftConfig.model_validate(tree), SimpleNamespace(is_main=is_main), CharTokenizer())
+    assert [text.partition(" have")[0] for text in caplog.messages] == [f"{path}: 1 of 2 records"] * is_main
+    assert completions._read_completions.cache_info().currsize == 0
+
+
+def test_checks_warnings_and_training_share_one_read_of_a_file(tmp_path, monkeypatch):
+    path, read_json = write(tmp_path / "r.jsonl", SHORT), MagicMock(side_effect=completions.read_json)
+    monkeypatch.setattr(completions, "read_json", read_json)
+    tree = {"model": {"path": "m"}, "sft": {"train_path": str(path), "out": "o", "chat_template": False}}
+    config = SftConfig.model_validate(tree)
+    assert not input_problems(config)
+    input_warnings(config, "cpu")
+    assert len(read(path)) == 1 and read_json.call_count == 1
+    assert len(read(write(path, SHORT, SHORT))) == 2, "a file that has changed is read again"
+
+
+def test_records_with_tools_of_their_own_look_at_the_vocabulary_once(tmp_path, monkeypatch):
+    template = (DEMO_POLICY / "chat_template.jinja").read_text()
+    tokenizer = HFTokenizer(chat_model(tmp_path / "m", "{{ tools | tojson if tools }}" + template))
+    tools = [[{"type": "function", "function": {"name": name}}] for name in "abc"]
+    records = [{"messages": [ASKED, CALL, OBSERVED, ANSWER], "tools": own} for own in tools]
+    looks = MagicMock(side_effect=tokenizer.vocabulary)
+    monkeypatch.setattr(tokenizer, "vocabulary", looks)
+    assert len(read(write(tmp_path / "r.jsonl", *map(json.dumps, records)), tokenizer, 300, chat_template=True)) == 3
+    assert looks.call_count == 1
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_text_that_ends_with_the_end_token_gets_no_second_one(chat, tmp_path):
+    """As records of other programs have it, and responses that were drawn with special tokens in their text."""
+    tokenizer = HFTokenizer(DEMO_POLICY)
+    (end,) = tokenizer.eos_token_ids
+    ended = {**PAIR, "completion": f"3{tokenizer.token(end)}"}
+    path = write(tmp_path / "r.jsonl", json.dumps(PAIR), json.dumps(ended))
+    bare, marked = (s.trajectory.token_ids.tolist() for s in read(path, tokenizer, 200, chat_template=chat))
+    assert bare == marked and bare[-1] == end != bare[-2]
+    encoder = RecordTokens(tokenizer, 200, chat=chat)
+    assert encoder.drawn(ended["completion"], encoder.prompt("1"), ends=True)[-2:] == bare[-2:]
+
+
+def test_a_record_in_shards_is_named_by_its_file_and_row(tmp_path):
+    rows = [{"prompt": "a", "completion": "b"}] * 3 + [{"prompt": "a", "completion": None}]
+    for shard in range(2):
+        path = tmp_path / f"train-0000{shard}-of-00002.parquet"
+        datasets.Dataset.from_list([*rows[:1], *rows[2 * shard : 2 * shard + 2]]).to_parquet(path)
+    with pytest.raises(DataError, match=r"train-00001-of-00002\.parquet:2: field 'completion' must be a string"):
+        read(tmp_path)
+    path.unlink()
+    _, places = read_completions(SftSection(train_path=str(tmp_path), out=""), tmp_path, "train")
+    assert places == tuple(f"{tmp_path}/train-00000-of-00002.parquet:{row}" for row in range(3))
 
 
 def test_a_checkpoint_is_of_one_adapter(tmp_path):
@@ -217,14 +293,14 @@ def test_an_epoch_holds_every_record_once_within_the_token_budget(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dp", "says"),
+    ("tokens", "dp", "passes", "says"),
     [
-        (16, 6, "16 is about 5 records of 3 tokens, and there are 6 .* With 18 tokens each"),
-        (16, 5, None),
-        (1, 1, None),  # a step has a record at least
+        (16, 6, 2500, "16 is about 5 records of 3 tokens, and there are 6 .* With 18 tokens each"),
+        (16, 5, 2500, None),
+        (1, 1, 500, None),  # a step has a record at least
     ],
 )
-def test_replicas_without_a_record_are_named_at_the_start(tokens, dp, says, tmp_path, caplog):
+def test_replicas_without_a_record_and_passes_are_named_at_a_start(tokens, dp, passes, says, tmp_path, caplog, capsys):
     sft = {"train_path": "r.jsonl", "out": str(tmp_path), "tokens_per_step": tokens}
     trainer = SftTrainer.__new__(SftTrainer)
     trainer.config = SftConfig.model_validate({"model": {"path": "m"}, "sft": sft})
@@ -232,6 +308,7 @@ def test_replicas_without_a_record_are_named_at_the_start(tokens, dp, says, tmp_
     trainer._train = read(write(tmp_path / "r.jsonl", *['{"prompt": "a", "completion": "b"}'] * 2))
     assert trainer.begin()
     trainer._rows.close()
+    assert capsys.readouterr().out == f"sft 2 records, 6 tokens: 1000 steps are {passes} passes\n"
     assert len(caplog.messages) == (says is not None)
     assert all(re.match(f"sft.tokens_per_step = {says}", text) for text in caplog.messages)
 
