@@ -95,7 +95,7 @@ def speedup(costs: Roofline, requests: int, drafted: int, emitted: float) -> flo
     cached = _CONTEXT * requests
     plain = costs.step(requests, requests, cached, False)
     drafting = costs.step(requests, requests * (drafted + 1), cached, True)
-    return emitted * plain / (drafting + costs.draft("trained", requests, drafted, drafted * requests))
+    return emitted * plain / (drafting + costs.draft("trained", requests, drafted))
 
 
 def published_drafters() -> str:

@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"data: {args.examples} and {args.heldout} examples in {args.work}")
     command = sft_command(args)
     print(" ".join(command), flush=True)
-    return 0 if args.no_sft else subprocess.run(command, cwd=ROOT, check=False).returncode
+    return 0 if args.no_sft else subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

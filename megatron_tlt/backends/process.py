@@ -15,8 +15,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -140,10 +140,15 @@ class EngineProcess:
 
     def start(self, **arguments: Any) -> None:
         """Has the child start its engine. Raises BackendError; then nothing is left but the log that it names."""
+        at_most = f"minutes at its first start, at most {START_S:g} s; log: {self._log}"
+        with self.closed_on_error(), announced(f"starting {self.launch.name}", at_most):
+            self.call("start", patience=START_S, **arguments)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Closes the child where the block raises."""
         try:
-            at_most = f"minutes at its first start, at most {START_S:g} s; log: {self._log}"
-            with announced(f"starting {self.launch.name}", at_most):
-                self.call("start", patience=START_S, **arguments)
+            yield
         except BaseException:
             self.close()
             raise

@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `| head` has read enough; the rest of the buffer must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
-    except KeyboardInterrupt:
-        report_interrupt(detect_launch().rank in (0, None))
+    except KeyboardInterrupt as error:
+        report_interrupt(detect_launch().rank in (0, None), error)
         os._exit(INTERRUPTED)  # an interpreter that is torn down within an import of torch may crash
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks would wait for this one for ever
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED

@@ -94,9 +94,8 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         world.refuse(outcome, detail)
         world.leave_refused(code)
         return code
-    except KeyboardInterrupt:
-        report_interrupt(world.is_main)
-        world.abort(INTERRUPTED, "ended by Ctrl-C")
+    except KeyboardInterrupt as error:
+        world.abort(INTERRUPTED, report_interrupt(world.is_main, error))
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
@@ -116,11 +115,15 @@ def run_job(job: Job) -> int:
     return SAVED if stopped else OK
 
 
-def report_interrupt(is_first: bool) -> None:
-    """Says, on the first rank, that Ctrl-C ends a command that has nothing to save, and notes the exit code."""
+def report_interrupt(is_first: bool, error: KeyboardInterrupt) -> str:
+    """Says, on the first rank, that Ctrl-C, or the signal that `error` names, ends a command that has nothing to save,
+    and notes the exit code. Returns what it says.
+    """
+    text = f"ended by {str(error) or 'Ctrl-C'}"
     if is_first:
-        print("megatron-tlt: ended by Ctrl-C", file=sys.stderr, flush=True)
+        print(f"megatron-tlt: {text}", file=sys.stderr, flush=True)
     note_exit(INTERRUPTED)
+    return text
 
 
 def print_problems(error: ConfigError | DataError | RewardError) -> None:

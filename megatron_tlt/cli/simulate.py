@@ -26,7 +26,8 @@ def add_simulate(commands: Any) -> None:
         "--compare",
         metavar="MODES",
         help=f"some of off, suffix, frozen, tlt, pre, tlt+pre; the first is the baseline (default: {','.join(_MODES)}; "
-        "of a run those of them that its engine has, and tlt+pre where it pre-rolls)",
+        "of a run those of them that its engine has, frozen for tlt where it does not train, and tlt+pre where it does "
+        "and pre-rolls)",
     )
     parser.add_argument("--sweep", metavar="nodes=1,2,4", help="numbers of nodes (default: cluster.nodes)")
     parser.add_argument("--out", type=Path, help="also write the result as JSON")

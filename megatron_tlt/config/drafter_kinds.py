@@ -7,7 +7,9 @@ Legend: H hidden size, V vocabulary, Vd the drafter's. A kind whose sizes follow
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_tlt.config.block_drafters import (
@@ -29,6 +31,15 @@ def vllm_layers_problem(family: str) -> str | None:
     its Qwen3-MoE alone gives their outputs.
     """
     return f"vLLM gives no layer's output of a {family} policy" if family in ("qwen2_moe", "mixtral") else None
+
+
+def draft_vocabulary_in(directory: str) -> int | None:
+    """Tokens that the drafter in `directory` drafts; None where its config.json says no number or cannot be read."""
+    try:
+        size = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8")).get("draft_vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if type(size) is int and size > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,9 @@ class SimTrainingSection(Section):
     """Rewards, exchange and logging of one step, and whatever else does not depend on its tokens."""
     micro_step_tokens: PositiveInt = 8192
     """Tokens of one micro-step of a replica."""
+    draft_steps: Literal["auto"] | PositiveInt = "auto"
+    """Positions that a micro-step drafts in a row, a pass through the drafter each (of dspark one for all), as
+    drafter.online.draft_steps of a run."""
     drift: float = Field(default=0.08, ge=0, le=1)
     """Share of the drafter's adaptation that one policy update undoes."""
     tokens_to_adapt: PositiveFloat = 4e6
@@ -154,8 +157,8 @@ class SimConfig(Section):
     workload: WorkloadSection = WorkloadSection()
     """Prompts and responses."""
     rollout: RolloutSection = RolloutSection()
-    """The engine, as in a run: tp, samples_per_prompt, max_tokens, max_running_requests, max_batched_tokens,
-    schedule and speculation are read."""
+    """The engine, as in a run: tp, samples_per_prompt, max_tokens, kv_cache_mib, max_running_requests,
+    max_batched_tokens, schedule and speculation are read. Steps are the embedded engine's in bf16, whatever it says."""
     idle: IdleSection = IdleSection()
     """Idle ranks, as in a run."""
     drafters: SimDraftersSection = SimDraftersSection()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megatron_tlt.config.base import OnDisk, Section
-from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName
+from megatron_tlt.config.drafter_kinds import DRAFTERS, DrafterFacts, DrafterName, draft_vocabulary_in
 from megatron_tlt.types import DraftedBy
 
 _LARGE_VOCABULARY = 16384  # tokens, above which a new drafter drafts the most frequent ones only
@@ -81,6 +81,12 @@ class SpeculationSection(Section):
     def draft_tokens(self, vocab_size: int) -> int:
         """Tokens that a new drafter of a policy of `vocab_size` tokens drafts."""
         return self.draft_vocab_size or (_REDUCED if vocab_size > _LARGE_VOCABULARY else vocab_size)
+
+    def drafted_tokens(self, vocab_size: int) -> int:
+        """Tokens that the configured drafter drafts; all where `drafter_path` says no number or is not here."""
+        if self.drafter_path is None:
+            return self.draft_tokens(vocab_size)
+        return self.draft_vocab_size or draft_vocabulary_in(self.drafter_path) or vocab_size
 
     @property
     def state_parts(self) -> int:

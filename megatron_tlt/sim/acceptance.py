@@ -24,7 +24,7 @@ class SimDraft:
 
     counts: np.ndarray  # int64 [B]
     emitted: np.ndarray  # int64 [B], tokens that each row emits: at least 1
-    passes: int  # of the trained drafter
+    passes: int  # of a drafter that has one for each position
 
     def accepted(self, draft_len: int) -> np.ndarray:
         """`StepMeasurement.accepted` int64 [draft_len]."""

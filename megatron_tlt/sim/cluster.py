@@ -60,12 +60,14 @@ class Cluster:
         return size / (self._config.cluster.network_gbps * 1e9 / 8)
 
     def micro_step(self) -> float:
-        """One micro-step of drafter training on one replica: 6 operations a token and parameter that a pass reads. A
-        block drafter has about as many rows of blocks as tokens.
+        """One micro-step of drafter training on one replica: 6 operations a token and parameter that a pass reads, in
+        as many passes as it drafts positions with. A block drafter has about as many rows of blocks as tokens.
         """
         training, model = self._config.training, self._config.model
-        read = trained_drafter(self._config).read_elements(model, self._config.rollout.speculation.draft_vocab_size)
-        operations = 6.0 * read * training.micro_step_tokens
+        drafter, tokens = trained_drafter(self._config), training.micro_step_tokens
+        read = drafter.read_elements(model, self._config.rollout.speculation.drafted_tokens(model.vocab_size))
+        steps = drafter.online_draft_steps if training.draft_steps == "auto" else training.draft_steps
+        operations = 6.0 * read * drafter.passes(steps) * tokens
         return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3
 
 

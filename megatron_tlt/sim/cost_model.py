@@ -79,17 +79,17 @@ class Roofline:
         seconds = self._policy(T, C * self._kv, attention)
         return seconds + 1e-3 * (self._section.step_ms + (self._section.speculation_ms if speculating else 0.0))
 
-    def draft(self, kind: str, B: int, passes: int, tokens: int) -> float:
-        """Seconds of proposing `tokens` tokens in all, `passes` of them one after the other by a trained drafter."""
+    def draft(self, kind: str, B: int, length: int) -> float:
+        """Seconds of proposing up to `length` tokens for each request."""
         if kind == "suffix":
             return 1e-6 * self._section.lookup_us * B
-        if not passes:
+        if not length:
             return 0.0
         layers = self._drafter.cached_layers
         one = self._forward(self._pass_elements, B * self._drafter.rows, 0.0, 0.0, layers)
         bias = self._forward(self._token_elements, B, 0.0, 0.0, 0)
         one += self._drafter.rows * bias + 1e-3 * self._section.pass_ms  # a block's tokens are drawn one by one
-        return self._drafter.passes(passes) * one
+        return self._drafter.passes(length) * one
 
     def prefill(self, tokens: int) -> float:
         """Seconds of a step of prompt tokens only."""
@@ -127,9 +127,9 @@ def kv_bytes(model: ArchitectureConfig) -> int:
 
 def build_costs(config: SimConfig) -> Roofline:
     """The configured cost model."""
-    drafted = config.rollout.speculation.draft_vocab_size
+    drafted_tokens = config.rollout.speculation.drafted_tokens(config.model.vocab_size)
     gpu, drafter = GPUS[config.cluster.gpu], trained_drafter(config)
-    return Roofline(config.model, gpu, config.rollout.tp, config.costs, drafter, drafted)
+    return Roofline(config.model, gpu, config.rollout.tp, config.costs, drafter, drafted_tokens)
 
 
 def trained_drafter(config: SimConfig) -> DrafterFacts:

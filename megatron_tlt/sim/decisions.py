@@ -75,7 +75,7 @@ class Decider:
     def __init__(self, config: SimConfig, costs: Roofline, most: int):
         """`most`: largest number of running requests of a replica."""
         self._config, self._costs = config, costs
-        self._requests = request_knots(min(most, config.rollout.max_running_requests))
+        self._requests = request_knots(most)
         if config.plain_above is not None:  # nothing is interpolated across it
             edge = np.array([config.plain_above, config.plain_above + 1])
             self._requests = np.union1d(self._requests, edge[edge <= self._requests[-1]])

@@ -35,12 +35,15 @@ _STEPS, _STEPS_AHEAD = 2, 4  # simulated; more where a mode pre-rolls, for the f
 
 
 def usual_modes(runs: Sequence[Config], modes: Sequence[str]) -> list[str]:
-    """Those of `modes` that the run's engine and drafter have, and tlt+pre if that is what the run does on one of its
-    numbers of nodes; `runs`: it on each of them.
+    """Those of `modes` that the run's engine and drafter have, frozen in place of tlt where it does not train the
+    drafter, and tlt+pre if that is what the run does on one of its numbers of nodes; `runs`: it on each of them.
     """
-    is_own = any(run.idle.train_drafter and _does_pre_roll(run) for run in runs)
+    trains = runs[0].idle.train_drafter
+    is_own = trains and any(map(_does_pre_roll, runs))
     if runs[0].rollout.speculation.trained is None:
         modes = [mode for mode in modes if mode in ("off", "suffix", "pre")]
+    elif not trains:
+        modes = ["frozen" if mode == "tlt" else mode for mode in modes]
     return [*(mode for mode in modes if _why_not(runs[0], mode) is None), *["tlt+pre"] * is_own]
 
 
@@ -131,6 +134,7 @@ def _training(config: Config) -> dict[str, Any]:
         "logprob_passes": _logprob_passes(config) - (teacher is not None),
         "teacher": teacher,
         "micro_step_tokens": config.drafter.sizes("cuda").micro_step_tokens * config.rollout.tp,
+        "draft_steps": config.drafter.online.draft_steps,
     }
 
 
@@ -145,11 +149,7 @@ def _assumed(config: Config) -> Iterator[str]:
     yield f"prompts have {min(_PROMPT_TOKENS, most)} tokens (data.max_prompt_tokens: {most:,})"
     if (backend := config.rollout.backend) != "embedded":
         yield f"steps cost and draft as the embedded engine's: rollout.backend = {backend!r} is not simulated"
-    if config.rollout.speculation.trained:
-        yield (
-            f"a token of the trained drafter is right with a chance of {STALE_RATE:g} at first, and with one of "
-            f"{ADAPTED_RATE:g} once the drafter is adapted"
-        )
+    yield from _assumed_of_drafter(config)
     if config.algorithm.dynamic_sampling:
         yield "a step has one rollout: algorithm.dynamic_sampling drops no group and rolls out no more prompts"
     if config.env is not None and config.env.is_named:
@@ -161,6 +161,19 @@ def _assumed(config: Config) -> Iterator[str]:
     for name, dtype in (("rollout.dtype", config.rollout.dtype), ("actor.dtype", config.actor.dtype)):
         if dtype != "bf16":
             yield f"a forward costs what it does in bf16: {name} = {dtype}"
+
+
+def _assumed_of_drafter(config: Config) -> Iterator[str]:
+    speculation, shape = config.rollout.speculation, config.model.architecture
+    if speculation.trained is None or shape is None:
+        return
+    yield (
+        f"a token of the trained drafter is right with a chance of {STALE_RATE:g} at first, and with one of "
+        f"{ADAPTED_RATE:g} once the drafter is adapted"
+    )
+    if (path := speculation.drafter_path) is not None and not Path(path).is_dir():
+        costs = f"costs as a new one over {speculation.drafted_tokens(shape.vocab_size):,} tokens"
+        yield f"the drafter {costs}: rollout.speculation.drafter_path = {path!r} is not on this machine"
 
 
 def _logprob_passes(config: Config) -> int:

@@ -108,8 +108,9 @@ def assumptions(config: SimConfig) -> list[str]:
     lines.append(f"{responses}; {f'{cut:,}' if cut else 'none'} of the {count:,} simulated are cut at {at}")
     c = config.costs
     lines.append(
-        f"engine steps by a roofline: {c.bandwidth_efficiency:.0%} of the bandwidth, "
-        f"{c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with drafts"
+        f"engine steps are the embedded engine's in bf16, by a roofline: {c.bandwidth_efficiency:.0%} of the "
+        f"bandwidth, {c.compute_efficiency:.0%} of the peak, {c.step_ms:g} ms a step, {c.speculation_ms:g} ms with "
+        "drafts"
     )
     teacher = "" if training.teacher is None else " and one of the teacher"
     lines.append(

@@ -75,7 +75,7 @@ class Rollouts:
         pulls = rollout.schedule == "pull"
         room = rollout.max_running_requests if pulls else None
         share = first_share(num_prompts, self._num_replicas, samples, room)
-        most = self._most(num_prompts, samples)
+        most = self.most(num_prompts, samples)
         starts = [0.0] * self._num_replicas
         replicas = self._drive(lengths, range(num_prompts), table, share, most, starts, math.inf, pre_rolled)
         return [replica.result() for replica in replicas]
@@ -93,7 +93,7 @@ class Rollouts:
 
         Returns tokens int64 [P, n], and when each replica ends.
         """
-        most = self._most(self._config.workload.prompts_per_step, lengths.shape[1])
+        most = self.most(self._config.workload.prompts_per_step, lengths.shape[1])
         replicas = self._drive(lengths, order, table, 0, most, starts, until, pre_rolled)
         tokens = np.zeros(lengths.shape, np.int64)
         for replica in replicas:
@@ -101,7 +101,7 @@ class Rollouts:
                 tokens[prompt] = replica.tokens_of(prompt)
         return tokens, [min(replica.now, until) for replica in replicas]
 
-    def _most(self, num_prompts: int, samples: int) -> int:
+    def most(self, num_prompts: int, samples: int) -> int:
         """Requests that a replica has at once: its share of a step, as far as the engine holds them."""
         share = -(-num_prompts // self._num_replicas) * samples
         return min(self._config.rollout.max_running_requests, share)

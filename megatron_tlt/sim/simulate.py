@@ -30,15 +30,13 @@ class Simulation:
         self._config = config
         costs, self._cluster, self._lengths = build_costs(config), Cluster(config), Lengths(config)
         self._drafter = Adaptation(config)
-        prompts, replicas = config.workload.prompts_per_step, self._cluster.replicas
-        most, decode_step = -(-prompts // replicas) * config.rollout.samples_per_prompt, 0.0
+        self._rollouts, decode_step = Rollouts(config, costs, self._cluster.replicas), 0.0
+        most = self._rollouts.most(config.workload.prompts_per_step, config.rollout.samples_per_prompt)
         if config.idle.pre_rollout:  # in full batches
-            most = min(config.rollout.max_running_requests, prompts * config.rollout.samples_per_prompt)
             decode_step = costs.step(most, most, most * self._lengths.of(0).mean() / 2, False)
         micro_step = self._cluster.micro_step() if config.idle.train_drafter else 0.0
         self._idle = IdleTime(config, micro_step, decode_step)
         self._decider = Decider(config, costs, most)
-        self._rollouts = Rollouts(config, costs, replicas)
         self._pre_rollouts: SimPreRollouts | None = None
         if config.idle.pre_rollout:
             self._pre_rollouts = SimPreRollouts(config, self._lengths, self._rollouts)

@@ -51,9 +51,8 @@ class Speculation:
         drafters = config.drafters
         self.acceptance = AcceptanceModel(drafters.trained if section.trained else drafters.suffix)
         self._plain_above = config.plain_above
-        self._most_rows = rollout.max_batched_tokens
         verified = max(rollout.verify_rows, rollout.max_running_requests * section.rows_each)
-        self._earlier = MatchingRows(config, min(self._most_rows, verified))
+        self._earlier = MatchingRows(config, min(rollout.max_batched_tokens, verified))
         self._drift = Drift(config.pre_rollouts)
         self.counts = StepCounts()
 
@@ -105,13 +104,12 @@ class Speculation:
         share = self._share(running + int(counts.sum()), rest)
         draft = self.acceptance.draft(strategy, np.full(rest, share), rng)
         counts[others], emitted[others] = draft.counts, draft.emitted
-        passes = draft.passes if self._trained is None else self._trained.passes(draft.passes)
-        seconds = self._costs.draft(strategy.kind, rest, passes, int(draft.counts.sum()))
+        seconds = self._costs.draft(strategy.kind, rest, draft.passes)
         return SimDraft(counts, emitted, draft.passes), seconds
 
     def _share(self, rows: int, others: int) -> int:
-        """Tokens that each of `others` requests may draft, in a step that has so many `rows` without them."""
-        return max(0, self._most_rows - rows) // others
+        """Tokens that each of `others` requests may draft, in a step that has so many `rows` without these tokens."""
+        return max(0, self._earlier.most_rows - rows) // others
 
 
 class MatchingRows(PreRollouts):

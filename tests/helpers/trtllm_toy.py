@@ -81,18 +81,14 @@ class Output:
 class AsyncLLM:
     """The engine, with one worker that holds checksums of the weights."""
 
-    version: str
     arguments: type[Arguments]
 
     def __init__(self, *, ray_worker_extension_cls: str, **given: Any):
         for name in VARIABLES:
             if os.environ.get(name) != "1":
                 raise RuntimeError(f"{name} is not 1")
-        if self.version.startswith("1.2."):  # gone in the recorded sources, which are some weeks younger
-            self.can_sleep = given.pop("enable_sleep", False)
-        else:
-            self.can_sleep = given.get("sleep_config") is not None
         self._given = self.arguments(**given).given
+        self.can_sleep = bool(self._given.get("enable_sleep") or self._given.get("sleep_config"))
         self._drafting: Arguments | None = self._given.get("speculative_config")
         path, _, name = ray_worker_extension_cls.rpartition(".")
         self._worker = getattr(importlib.import_module(path), name)(self._drafting is not None)
@@ -212,7 +208,7 @@ def install(version: str) -> None:
     """Puts `tensorrt_llm` of this version and its modules into `sys.modules`."""
     fields = recorded_fields(version)
     made = {name: type(name, (Arguments,), {"fields": frozenset(known)}) for name, known in fields.items()}
-    AsyncLLM.version, AsyncLLM.arguments = version, made["TorchLlmArgs"]
+    AsyncLLM.arguments = made["TorchLlmArgs"]
     modules: dict[str, dict[str, Any]] = {
         "": {"__version__": version, "AsyncLLM": AsyncLLM},
         ".llmapi": made,

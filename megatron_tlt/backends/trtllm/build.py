@@ -17,7 +17,6 @@ from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.backends.trtllm.launch import trtllm_launch
 from megatron_tlt.drafters.checkpoint import write_directory
 from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.sync.served_weights import ServedWeights
@@ -39,12 +38,7 @@ def build_backend(options: EngineOptions) -> TrtllmBackend:
     with closing(ScratchDirectory()) as scratch:  # the engine has read the drafter when it stands
         files = None if drafter is None else _write(drafter, scratch.path / "drafter", DTYPES[rollout.dtype])
         process = EngineProcess(trtllm_launch(section), visible_device(torch.device(options.device), "trtllm"))
-        try:
-            arguments = build_llm_kwargs(rollout, model, process.engine_version, files)
-        except ConfigError:
-            process.close()
-            raise
-        process.start(llm=arguments)
+        process.start(llm=build_llm_kwargs(rollout, model, process.engine_version, files))
     backend = TrtllmBackend(
         process,
         ServedWeights.of_policy(policy, options.sync.verify),
@@ -52,7 +46,8 @@ def build_backend(options: EngineOptions) -> TrtllmBackend:
         end_tokens(policy, options.tokenizer),
     )
     if rollout.release_cache:
-        backend.release()  # the engine took its KV cache at the start; the policy, built next, needs that memory
+        with process.closed_on_error():
+            backend.release()  # until the first rollout
     return backend
 
 

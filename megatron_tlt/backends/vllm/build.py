@@ -78,7 +78,8 @@ def build_backend(options: EngineOptions) -> VllmBackend:
         experts_per_token=policy.num_experts_per_tok,
         store=store,
     )
-    backend.release()  # until the first rollout
+    with process.closed_on_error():
+        backend.release()  # until the first rollout
     return backend
 
 

@@ -112,11 +112,8 @@ def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:
 
 
 def drafted_tokens(config: Config, shape: ArchitectureConfig) -> int:
-    """The drafter's vocabulary; the policy's where it is written in `drafter_path` only."""
-    speculation = config.rollout.speculation
-    if speculation.drafter_path is not None:
-        return speculation.draft_vocab_size or shape.vocab_size
-    return speculation.draft_tokens(shape.vocab_size)
+    """The drafter's vocabulary."""
+    return config.rollout.speculation.drafted_tokens(shape.vocab_size)
 
 
 def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:

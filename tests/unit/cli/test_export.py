@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -77,3 +80,28 @@ def test_adapters_are_replaced_as_the_refusal_says(tmp_path, monkeypatch, capsys
     assert main(command) == 2 and "exists: --overwrite replaces it" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     assert [given[-1] for given in written] == [True]
+
+
+WRITES = """
+import sys, time
+from pathlib import Path
+from megatron_tlt.checkpoint.atomic import atomic_directory
+from megatron_tlt.cli import export
+from megatron_tlt.cli.main import main
+def write(section, threads, start):
+    with atomic_directory(Path(sys.argv[1]), "export"):
+        print("WRITES", flush=True)
+        time.sleep(60)
+export.run_on_every_rank = write
+sys.exit(main(["export", "configs/quickstart.yaml", "--out", sys.argv[1]]))
+"""
+
+
+def test_sigterm_leaves_nothing_unfinished(tmp_path):
+    command = [sys.executable, "-c", WRITES, str(tmp_path / "out")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "WRITES\n"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "megatron-tlt: ended by SIGTERM\n")
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu.bounds import train_flops
+from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.sim.cluster import Cluster
 from tests.helpers.sim import MODEL, sim_config
 
@@ -42,3 +43,13 @@ def test_attention_of_long_responses_costs_more_than_their_parameters():
 def test_a_weight_sync_goes_over_the_network_between_nodes():
     one, two = Cluster(sim_config()), Cluster(sim_config("cluster.nodes=2"))
     assert two.weight_sync() - one.weight_sync() == pytest.approx(2 * 7.6157e9 / 50e9, rel=0.001)
+
+
+@pytest.mark.parametrize(("drafter", "passes", "of_two"), [("eagle", 1, 2), ("eagle3", 3, 2), ("dspark", 1, 1)])
+def test_a_micro_step_has_a_pass_for_each_position_that_it_drafts(drafter, passes, of_two):
+    given = f"rollout.speculation.drafter={drafter}", "training.micro_step_tokens=4096"
+    facts = DRAFTERS[drafter]
+    config = sim_config(*given)
+    one = 6 * facts.read_elements(config.model, 4096) * 4096 / (989e12 * 0.35)
+    assert Cluster(config).micro_step() == pytest.approx(passes * one + 2e-3)
+    assert Cluster(sim_config(*given, "training.draft_steps=2")).micro_step() == pytest.approx(of_two * one + 2e-3)

@@ -5,7 +5,8 @@ import pytest
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.sim import SimCostSection
-from megatron_tlt.sim.cost_model import GPUS, Roofline, cache_tokens, kv_bytes
+from megatron_tlt.sim.cluster import Cluster
+from megatron_tlt.sim.cost_model import GPUS, Roofline, build_costs, cache_tokens, kv_bytes
 from tests.helpers.sim import MODEL, sim_config
 
 SHAPE = ArchitectureConfig.model_validate(MODEL)
@@ -36,9 +37,9 @@ def test_tensor_parallel_divides_reading_and_adds_reduces():
 
 def test_drafting_costs_its_passes_and_lookups():
     costs = Roofline(SHAPE, GPUS["h100"], 1, SimCostSection(lookup_us=20))
-    one, eight = (costs.draft("eagle", 4, passes, 0) for passes in (1, 8))
+    one, eight = (costs.draft("eagle", 4, length) for length in (1, 8))
     assert eight == pytest.approx(8 * one)
-    assert costs.draft("suffix", 10, 8, 80) == pytest.approx(200e-6)
+    assert costs.draft("suffix", 10, 8) == pytest.approx(200e-6)
     assert costs.step(1, 4, 0, True) - costs.step(1, 4, 0, False) == pytest.approx(3e-3)
 
 
@@ -49,15 +50,15 @@ def test_a_block_is_one_pass_of_its_rows_whatever_is_used_of_it():
     costs = Roofline(SHAPE, GPUS["h100"], 1, bare, block)
     layer = 3584 * 128 * 2 * (28 + 4) + 3 * 3584 * 18944 + 2 * 3584
     read = 5 * layer + 5 * 3584**2 + 152064 * 3584 + 7 * 152064 * 256
-    one, seven = (costs.draft("trained", 1, passes, 0) for passes in (1, 7))
+    one, seven = (costs.draft("trained", 1, length) for length in (1, 7))
     assert one == seven == pytest.approx(2 * read / 3.35e12, rel=0.001)
     selected = Roofline(SHAPE, GPUS["h100"], 1, bare, replace(block, has_selector=True))
     read += 5 * (8 * 3584 + 3584**2 // 2) + 256 * 3584 - 7 * (152064 - 16) * 256
-    assert selected.draft("trained", 1, 7, 0) == pytest.approx(2 * read / 3.35e12, rel=0.001)
+    assert selected.draft("trained", 1, 7) == pytest.approx(2 * read / 3.35e12, rel=0.001)
     eagle3 = Roofline(SHAPE, GPUS["h100"], 1, bare, DRAFTERS["eagle3"], 32000)
     read = layer + 3 * 3584**2 + 3584 * 128 * (28 + 8) + 32000 * 3584
-    assert eagle3.draft("trained", 1, 3, 0) == pytest.approx(3 * 2 * read / 3.35e12, rel=0.001)
-    assert costs.draft("trained", 256, 7, 0) > 2 * seven, "7 x 256 rows are computed"
+    assert eagle3.draft("trained", 1, 3) == pytest.approx(3 * 2 * read / 3.35e12, rel=0.001)
+    assert costs.draft("trained", 256, 7) > 2 * seven, "7 x 256 rows are computed"
 
 
 def test_the_cache_takes_what_the_weights_leave():
@@ -66,3 +67,14 @@ def test_the_cache_takes_what_the_weights_leave():
     weights = 2 * 7.6e9
     assert small == pytest.approx((80e9 * 0.85 - weights) / kv_bytes(SHAPE), rel=0.01)
     assert cache_tokens(sim_config("rollout.kv_cache_mib=1024")) == 2**30 // kv_bytes(SHAPE)
+
+
+def test_a_drafter_s_directory_says_how_many_tokens_it_drafts(tmp_path):
+    (tmp_path / "config.json").write_text('{"draft_vocab_size": 32000}')
+    at = "rollout.speculation"
+    eagle3 = f"{at}.drafter=eagle3", f"{at}.drafter_path={tmp_path}"
+    found, given = sim_config(*eagle3), sim_config(*eagle3, f"{at}.draft_vocab_size=32000")
+    assert build_costs(found).draft("trained", 1, 3) == build_costs(given).draft("trained", 1, 3)
+    assert Cluster(found).micro_step() == Cluster(given).micro_step()
+    (tmp_path / "config.json").write_text("{}")
+    assert build_costs(found).draft("trained", 1, 3) > build_costs(given).draft("trained", 1, 3), "all are drafted"

@@ -101,6 +101,9 @@ def test_what_a_run_s_engine_cannot_do_is_refused_and_no_usual_mode():
     plain = ["rollout.speculation.drafter=none", "idle.train_drafter=false"]
     undrafted = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g.yaml", plain)
     assert usual_modes([undrafted], ["off", "suffix", "tlt"]) == ["off", "suffix"]
+    given = ["rollout.speculation.drafter_path=far/away", "idle.train_drafter=false"]
+    frozen = load_config(ROOT / "configs/recipes/grpo-qwen3-8b-1n8g.yaml", given)
+    assert usual_modes([frozen], ["off", "suffix", "tlt"]) == ["off", "suffix", "frozen"]
     assert simulation_of(embedded)[0].rollout.schedule == "pull" and simulation_of(embedded)[0].idle.pre_rollout
 
 
@@ -114,6 +117,17 @@ def test_a_teacher_s_pass_is_priced_by_its_own_shape():
     algorithm = config.algorithm.with_teacher_shape(shape)
     known, said = simulation_of(config.model_copy(update={"algorithm": algorithm}))
     assert (known.training.logprob_passes, known.training.teacher) == (0, shape) and "teacher" not in said[-1]
+
+
+def test_a_drafter_that_is_not_here_is_said_and_the_positions_it_is_trained_at_are_the_run_s(tmp_path):
+    recipe, at = ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", "rollout.speculation"
+    given = [f"{at}.drafter=eagle3", f"{at}.drafter_path={tmp_path / 'no'}", "drafter.online.draft_steps=2"]
+    given.append("cluster.memory_gib=139")
+    simulation, said = simulation_of(load_config(recipe, given))
+    assert any("costs as a new one over 152,064 tokens" in text for text in said)
+    assert simulation.training.draft_steps == 2
+    (tmp_path / "no").mkdir()
+    assert not any("152,064" in text for text in simulation_of(load_config(recipe, given))[1])
 
 
 def test_adapters_are_trained_with_frozen_weights():

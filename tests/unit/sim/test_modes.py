@@ -45,3 +45,8 @@ def test_truncated_responses_are_reported(tmp_path):
     assert 0.1 < cut / count < 0.4
     assert "none of the 256" in assumptions(sim_config(*empirical, "rollout.max_tokens=9000"))[0]
     assert "none of the 256" in assumptions(sim_config("rollout.max_tokens=100000"))[0]
+
+
+def test_what_a_plain_simulation_s_engine_is_is_said():
+    said = assumptions(sim_config("rollout.dtype=fp32", "rollout.backend=vllm"))
+    assert any("engine steps are the embedded engine's in bf16" in text for text in said)

@@ -25,7 +25,7 @@ class SecondsPerStep:
     def step(self, B, T, C, speculating):
         return 1.0
 
-    def draft(self, kind, B, passes, tokens):
+    def draft(self, kind, B, length):
         return 0.0
 
     def prefill(self, tokens):
@@ -128,3 +128,14 @@ def test_the_drift_is_the_measured_one(updates):
         behind, _ = drift.tokens_parted(longest, 1.0)
         needed = found.mean() / (longest + 1) + 0.5 + (RESPONSE - found.mean()) / behind
         assert RESPONSE / needed == pytest.approx(tokens, rel=0.12)
+
+
+def test_rates_and_a_decoding_step_are_of_a_replica_s_share(monkeypatch):
+    """Which is all that it has at once, in idle time, too."""
+    asked, steps = [], []
+    costs = SecondsPerStep()
+    costs.step = lambda B, T, C, speculating: steps.append(B) or 1.0
+    monkeypatch.setattr(simulate_module, "build_costs", lambda config: costs)
+    monkeypatch.setattr(simulate_module, "Decider", lambda config, costs, most: asked.append(most))
+    Simulation(in_mode(sim_config(**TWO), "pre"))
+    assert asked == steps == [1], "of two prompts on two replicas"

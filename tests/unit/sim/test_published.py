@@ -42,7 +42,7 @@ def costs(name: str, gpu: str, gpus: int) -> Roofline:
 def speedup(engine: Roofline, batch: int, depth: int, verify: int, accepted: float) -> float:
     """Times as fast as plain decoding at contexts of 1000 tokens."""
     cached = 1000.0 * batch
-    drafted = engine.step(batch, batch * verify, cached, True) + engine.draft("trained", batch, depth, 0)
+    drafted = engine.step(batch, batch * verify, cached, True) + engine.draft("trained", batch, depth)
     return accepted * engine.step(batch, batch, cached, False) / drafted
 
 
@@ -54,7 +54,7 @@ def error(simulated: float, published: float) -> float:
 def test_one_request_on_one_gpu(gpu: str):
     """Drafts of 8 tokens, 48 to verify."""
     engine = costs("7b", gpu, 1)
-    seconds = engine.step(1, 48, 1000.0, True) + engine.draft("trained", 1, 8, 47)
+    seconds = engine.step(1, 48, 1000.0, True) + engine.draft("trained", 1, 8)
     assert error(ACCEPT_7B / seconds, TABLE2[gpu]) < 0.20
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import demo_traces
 import make_demo_policy
 import pytest
@@ -39,3 +42,21 @@ def test_a_model_is_written_over_only_where_it_is_asked_for(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         make_demo_policy.main(["--moe", "--out", str(tmp_path)])
     assert "exists: --overwrite replaces it" in capsys.readouterr().err
+
+
+def test_the_training_reads_the_data_that_was_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def run(command, **options):
+        started.append((command, Path(options.get("cwd", "."))))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(make_demo_policy.subprocess, "run", run)
+    given = ["--student", "--examples", "1", "--heldout", "1"]
+    assert make_demo_policy.main(["--work", "W", "--out", "O", *given]) == 0
+    ((command, directory),) = started
+    paths = dict(word.split("=", 1) for word in command if word.startswith("sft.") and "_path=" in word)
+    assert [(directory / path).resolve() for path in paths.values()] == [
+        tmp_path / "W" / name for name in ("train.jsonl", "heldout.jsonl")
+    ]

@@ -69,7 +69,7 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeps: bool, called: list[str]
 ) -> None:
     """Tensors and config.json that EAGLE-3's loader reads, the layers as an argument; each weight sync brings all
-    tensors. The policy is built next, on the same GPU: an engine that sleeps has given its cache back."""
+    tensors. An engine that sleeps has given its cache back."""
     shape, seen, calls = Eagle3Config.of(replace(TINY, num_layers=4), (0, 1, 2), 20), {}, []
     drafter = SavedDrafter(shape, random_drafter(shape))
     real = trtllm_build.EngineProcess.call
@@ -101,6 +101,20 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
     backend.finish_update()
     assert (backend.policy_version, backend.drafter_version) == (1, 1)
     backend.close()
+
+
+def test_an_engine_that_does_not_give_its_cache_back_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    def refuse(self: Any) -> None:
+        raise BackendError("refused")
+
+    monkeypatch.setattr(trtllm_build.TrtllmBackend, "release", refuse)
+    rollout, model = settings(tmp_path)
+    rollout = rollout.model_copy(update={"release_cache": True})
+    with pytest.raises(BackendError, match="refused"):
+        build_backend(EngineOptions(rollout, model, SyncSection(), device="cpu"))
+    assert started and not any(process.is_alive for process in started)
 
 
 @pytest.mark.parametrize(
