@@ -228,7 +228,7 @@ def _traced_prompts(config: Config, world: World, backend: RolloutBackend) -> in
     """Prompts of a rollout whose drafts rank 0 keeps, for the samples that are logged; 0 on other ranks, and where its
     engine traces none.
     """
-    if not (world.is_main and backend.capabilities.draft_traces):
+    if not (world.is_main and backend.capabilities.in_process):
         return 0
     # Samples are written in pairs of one prompt: its best response and its worst.
     return (config.observe.samples_per_step + 1) // 2
