@@ -5,7 +5,7 @@ method says what it mutates.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +92,6 @@ CAPABILITIES: dict[BackendName, BackendCapabilities] = {
 }
 
 
-@runtime_checkable
 class RolloutBackend(Protocol):
     """An engine that generates responses to prompts with one version of the policy."""
 
