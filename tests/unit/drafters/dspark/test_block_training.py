@@ -23,6 +23,7 @@ from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.kind import DSparkKind
 from megatron_tlt.drafters.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafters.dspark.model import BlockModel
+from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
@@ -74,7 +75,7 @@ def test_loss_and_gradients_equal_a_loop_over_rows(monkeypatch, name: str, vocab
     model = BlockModel(config)
     model.load_full(random_drafter(config).items())
     batch = collate([random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (4, 1), (34, 2), (6, 4))])
-    layout, head = model.layout(batch), TABLES[1]
+    layout, head = PairLayout(batch), TABLES[1]
     chosen, ids = draw_anchors(model, layout), model.token_ids()
     assert len(chosen) == -(-len(layout.bases) // 6)
     chosen = np.union1d(chosen, [len(layout.bases) - 1])  # a block of which the text's end leaves one position
@@ -115,7 +116,7 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
     sequences = [random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (34, 2))]
     t = DrafterTrainer(BlockModel(config), *TABLES, DrafterSection(draft_steps=2))
     t.model.load_full(random_drafter(config).items())
-    layout, drawn = t.model.layout(collate(sequences)), []
+    layout, drawn = PairLayout(collate(sequences)), []
     for step in range(20):
         t.model.trained_steps = step
         drawn.append(draw_anchors(t.model, layout))
@@ -124,7 +125,7 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
 
     def loss(given: list[DraftSequence], counts: list[int] | None = None) -> float:
         batch = collate(given)
-        layout = t.model.layout(batch)
+        layout = PairLayout(batch)
         chosen = np.arange(len(layout.bases))
         slots = t.model.fill(TABLES[0], batch, layout, chosen)
         inputs = LossInputs(batch, *TABLES, 2, 0.0, 1.0, counts)
