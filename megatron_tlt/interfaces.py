@@ -5,7 +5,7 @@ method says what it mutates.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,26 +74,24 @@ class BackendCapabilities:
     stop_strings: bool = False  # responses can end at a string, whatever its tokens
     tensor_parallel: bool = False  # one engine on several ranks
     routed_experts: bool = False  # responses can name the experts that their tokens chose
-    draft_traces: bool = False  # the drafts of single responses are known, for samples.jsonl
+    in_process: bool = False  # drafts of single responses are known, and finished ones can be read (`ReadingBackend`)
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
     turns: bool = False  # a response may have turns of an environment between those that it draws
     pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
-    reads_responses: bool = False  # finished responses can be read for their hidden states (`ReadingBackend`)
 
 
 _ALL = BackendCapabilities(
     keyed_sampling=True, selectors=True, hidden_states=True, logprobs=True, stop_strings=True, tensor_parallel=True,
-    routed_experts=True, draft_traces=True, turns=True, pre_rollouts=True, reads_responses=True,
+    routed_experts=True, in_process=True, turns=True, pre_rollouts=True,
 )  # fmt: skip
 CAPABILITIES: dict[BackendName, BackendCapabilities] = {
     "embedded": _ALL,
     "trtllm": BackendCapabilities(drafters=("none", "eagle3")),
     # Log-probs are the actor's: the engine's differ in the last bits with the batch.
-    "vllm": replace(_ALL, logprobs=False, draft_traces=False, reads_responses=False),
+    "vllm": replace(_ALL, logprobs=False, in_process=False),
 }
 
 
-@runtime_checkable
 class RolloutBackend(Protocol):
     """An engine that generates responses to prompts with one version of the policy."""
 
@@ -140,7 +138,7 @@ class RolloutBackend(Protocol):
     def trace_drafts(self, num_prompts: int) -> None:
         """From the next `generate` on keeps the drafts of the first `num_prompts` prompts of each (of evaluations,
         too), for `drafts_of`, in place of those kept so far; not of a `generate` with `GenerateCall.until`. Raises
-        BackendError from an engine without `capabilities.draft_traces`.
+        BackendError from an engine without `capabilities.in_process`.
         """
 
     def drafts_of(self, sample: Sample) -> dict[str, Any] | None:

@@ -101,7 +101,7 @@ def measure(check: Check, backend: EmbeddedBackend, batch: int, prompt: int, tok
     for _ in range(repeats + 1):
         for at in range(batch):
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-            engine.add(rng.integers(3, vocab, prompt).tolist(), params, at)
+            engine.add(rng.integers(3, vocab, prompt).tolist(), params, at, indices=[0])
         engine.step()  # prefill and first tokens
         check.synchronize()
         started = time.perf_counter()

@@ -59,7 +59,7 @@ def measure(check: Check, backend: EmbeddedBackend, batch: int, behind: int) -> 
 
     for at in range(batch):
         prompt = rng.integers(3, backend.engine.runner.decoder.config.vocab_size - 1, behind).tolist()
-        engine.add(prompt, SamplingParams(max_tokens=8 * STEPS, ignore_eos=True), at)
+        engine.add(prompt, SamplingParams(max_tokens=8 * STEPS, ignore_eos=True), at, indices=[0])
     for _ in range(3):
         engine.step()  # prefill, first draft, captures
     require_running(engine, batch)

@@ -17,6 +17,7 @@ import torch
 from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import DistributedSection
@@ -27,7 +28,6 @@ from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.sampling import sampling_params
@@ -63,8 +63,8 @@ def main() -> None:
         seconds = {}
         for kind in ("waiting", "training") if turn % 2 == 0 else ("training", "waiting"):
             with closing(IdleCoordinator(world.comm, world.new_counter())) as coordinator:
-                policy = IdlePolicy(train_drafter=kind == "training", min_tail_seconds=0.0)
-                window = IdleWindow(coordinator, policy, num_samples=trainer.num_samples)
+                section = IdleSection(train_drafter=kind == "training", min_tail_seconds=0.0)
+                window = IdleWindow(coordinator, section, num_samples=trainer.num_samples)
                 window.begin()
                 started = time.perf_counter()
                 if world.is_main:

@@ -25,8 +25,7 @@ Named = tuple[str, "Tensor"]
 _SHARED = Path("/dev/shm")
 _GPU = "cuda"
 # A CUDA memory handle as torch's allocator writes it: a byte with the format's version, a byte with the kind of memory,
-# and the driver's own bytes. Handles without the two are older than both.
-_DRIVER_BYTES = 64
+# and the driver's own bytes.
 _PLAIN, _EXPANDABLE = ord("c"), ord("e")  # memory of cudaMalloc; of an expandable segment
 _VERSION = 2  # the newest that torch <= 2.12 reads, as TensorRT-LLM's; 2.13 writes 3, the same bytes for plain memory
 
@@ -97,11 +96,7 @@ def older_handle(handle: bytes) -> bytes:
 
     Only handles of plain memory have one: those of expandable segments changed with the version.
     """
-    if len(handle) <= _DRIVER_BYTES:
-        return handle
     version, kind = handle[:2]
-    if version <= _VERSION:
-        return handle
     if kind != _PLAIN:
         what = "an expandable segment" if kind == _EXPANDABLE else f"memory of kind {kind}"
         raise SyncError(

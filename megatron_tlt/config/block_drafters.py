@@ -72,8 +72,8 @@ def _whole(entries: Mapping[str, Any], key: str, default: int | None = None) -> 
     return value
 
 
-def _flag(entries: Mapping[str, Any], keys: tuple[str, ...], default: bool) -> bool:
-    """The value of a switch that has several names. Raises ValueError for other values and for two that differ."""
+def flag(entries: Mapping[str, Any], keys: tuple[str, ...], default: bool) -> bool:
+    """The value of a switch under any of its names. Raises ValueError for other values and for two that differ."""
     found = {key: entries[key] for key in keys if entries.get(key) is not None}
     if other := [f"{key} = {value!r}" for key, value in found.items() if not isinstance(value, bool)]:
         raise ValueError(f"{', '.join(other)} must be true or false")
@@ -103,7 +103,7 @@ def block_shape(about: Mapping[str, Any]) -> BlockShape:
         _whole(given, "block_size"),
         _whole(given, "markov_rank", 0),
         _whole(given, "mask_token_id"),
-        _flag(given, ("sample_from_anchor", "shift_label"), from_anchor),  # the second is TensorRT-LLM's word
+        flag(given, ("sample_from_anchor", "shift_label"), from_anchor),  # the second is TensorRT-LLM's word
         _whole(given, "selector_rank", 0),
         windows if any(windows) else (),
     )

@@ -26,16 +26,6 @@ class DeviceSizes:
 AUTO = {"cpu": DeviceSizes("fp32", 192, 64.0), "cuda": DeviceSizes("bf16", 4096, 4096.0)}
 
 
-@dataclass(frozen=True, slots=True)
-class LossWeights:
-    """The weights of the drafter's loss."""
-
-    hidden_weight: float = 10.0
-    ce_weight: float = 0.1  # of the cross entropy with the policy's distribution: what moves a draft of no acceptance
-    tv_weight: float = 0.9  # of the total variation, which is one minus the acceptance
-    step_decay: float = 0.8  # from one drafted position to the next, which is verified less often
-
-
 class OnlineSection(Section):
     """Training of the drafter during RL, by ranks that wait for slower ones. Loss, max_sequence_tokens and type of
     the arithmetic are those of `drafter`."""
@@ -115,11 +105,6 @@ class DrafterSection(Section):
     """Optimizer steps between measurements."""
     online: OnlineSection = OnlineSection()
     """Training during RL."""
-
-    @property
-    def loss(self) -> LossWeights:
-        """The weights of the loss, at the rollout temperature."""
-        return LossWeights(self.hidden_weight)
 
     def online_draft_steps(self, kind: DrafterFacts) -> int:
         """`online.draft_steps`, or the value of auto with a drafter of this kind."""

@@ -183,10 +183,7 @@ class PromptStream:
         once: bool = False,
         env: EnvPrompts = NO_ENV,
     ):
-        """`once`: a finite source is read once. Raises ConfigError."""
-        if system is not None and not (chat and tokenizer.has_chat_template):
-            allowed = "needs data.chat_template and a tokenizer that has a chat template"
-            raise ConfigError.of("data.system_prompt", system, allowed)
+        """`once`: a finite source is read once."""
         self._source, self._tokenizer, self._seed = source, tokenizer, seed
         self._shuffle = shuffle and source.size is not None
         self._chat, self._system = chat and tokenizer.has_chat_template, system

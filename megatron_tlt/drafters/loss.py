@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.config.planning.drafter import HEAD_BLOCK
 from megatron_tlt.distributed.processors import has_bf16_products
 from megatron_tlt.drafters.model import DraftBatch
+
+_CE = 0.1  # weight of the cross entropy with the policy's distribution: what moves a draft of no acceptance
+_TV = 0.9  # of the total variation, which is one minus the acceptance
+_DECAY = 0.8  # from one drafted position to the next, which is verified less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class LossInputs:
     embed: Tensor  # [V, H], the policy's
     head: Tensor  # [V, H]
     steps: int  # drafted positions
-    weights: LossWeights
+    hidden_weight: float  # of the distance to the policy's hidden states (kind eagle)
     temperature: float  # of rollouts, above 0
     # Rows of each position of a larger batch, of which this one is a share: the losses and parts of all shares add up.
     counts: Sequence[int] | None = None
@@ -74,13 +77,12 @@ class PolicyRows:
     known: Tensor | None  # bool [U], rows whose next token is one of these; None: all
     rows: DraftedRows
     scale: Tensor  # float32 [M]
-    loss: LossWeights
     temperature: float
 
     @classmethod
     def of(cls, given: LossInputs, ids: Tensor | None, targets: Sequence[np.ndarray], weights: Tensor) -> PolicyRows:
-        """`targets`: of each drafted position its rows of the batch, whose losses are multiplied by `weights` [J].
-        `ids` [Vd]: the drafter's tokens; None: all.
+        """`targets`: of each drafted position its rows of the batch, whose losses are multiplied by `weights` [J]
+        and the decay. `ids` [Vd]: the drafter's tokens; None: all.
         """
         batch, head, rows = given.batch, given.head, DraftedRows.of(targets, weights.device)
         states, known = batch.hidden[:, -head.shape[1] :].index_select(0, rows.policy), None
@@ -88,7 +90,8 @@ class PolicyRows:
             head, known = head.index_select(0, ids), torch.isin(batch.tokens.index_select(0, rows.policy + 1), ids)
         if head.device.type == "cpu" and not has_bf16_products():
             head = head.float()  # products of bf16 in software take several times as long
-        return cls(states, head, known, rows, weights[rows.step], given.weights, given.temperature)
+        weights = weights * _DECAY ** torch.arange(len(weights), device=weights.device)
+        return cls(states, head, known, rows, weights[rows.step], given.temperature)
 
     def sort(self, drafted: Sequence[Tensor]) -> Tensor:
         """Float32 [M, W] of the outputs of each drafted position, in the order of the drafted rows."""
@@ -107,7 +110,7 @@ class PolicyRows:
         float32 [R, Vd], which are overwritten, and `learn` gets the loss's gradient in them, of `dtype`. With
         g = 1/2 sign(q - p): dTV/dz = q (g - <g, q>) / T, dCE/dz = (q - p) / T.
         """
-        rows, t, loss = self.rows, self.temperature, self.loss
+        rows, t = self.rows, self.temperature
         found, total = self.scale.new_zeros(2, len(self.scale)), self.scale.new_zeros(())
         most = int(np.diff(rows.ends).max(initial=1))  # drafted rows of one row of the policy
         size = max(1, HEAD_BLOCK // (most * len(self.head)))
@@ -120,10 +123,10 @@ class PolicyRows:
             log_q = logits(block).div_(t).log_softmax(-1)
             if len(at) > last - first:
                 p = p[at - first]
-            gradient, found[:, block] = _row_losses(p, log_q, weight / t, loss)
+            gradient, found[:, block] = _row_losses(p, log_q, weight / t)
             gradient = gradient.to(dtype)
             learn(block, gradient)
-            total += (weight * (loss.ce_weight * found[0, block] + loss.tv_weight * (1 - found[1, block]))).sum()
+            total += (weight * (_CE * found[0, block] + _TV * (1 - found[1, block]))).sum()
         if self.known is not None:
             found *= self.known[rows.at]
         return total, found[0], found[1]
@@ -158,7 +161,7 @@ def scaled(gradients: Sequence[Tensor | None], upstream: Tensor) -> list[Tensor 
     return [None if gradient is None else gradient * upstream for gradient in gradients]
 
 
-def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: LossWeights) -> tuple[Tensor, Tensor]:
+def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Of rows of p and log q [R, Vd]: the gradient [R, Vd] of their loss, times `scale` [R], in the drafter's logits
     over T; and their CE and 1 - TV [2, R]. Overwrites both.
     """
@@ -168,5 +171,5 @@ def _row_losses(p: Tensor, log_q: Tensor, scale: Tensor, loss: LossWeights) -> t
     tv = 0.5 * difference.abs().sum(-1)
     sign = difference.sign().mul_(0.5)
     gradient = sign.sub_((sign * q).sum(-1, keepdim=True)).mul_(q)
-    gradient = gradient.mul_(loss.tv_weight).add_(difference, alpha=loss.ce_weight).mul_(scale[:, None])
+    gradient = gradient.mul_(_TV).add_(difference, alpha=_CE).mul_(scale[:, None])
     return gradient, torch.stack([ce, 1 - tv])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -96,19 +96,6 @@ class DraftBatch:
     drawn: np.ndarray  # bool [T], on the host: tokens that the policy drew; the others are context
 
 
-class DraftLayout(Protocol):
-    """Index tensors of a `DraftBatch`: where its drafts begin, and which rows of the T they read."""
-
-    positions: Tensor  # int64 [T], in the whole sequence
-    bases: Tensor  # int64 [N], rows of the T
-
-    def rows(self, step: int) -> Tensor:
-        """Rows [N] of the T that step `step` reads at each base; beyond the draft's end its last row."""
-
-    def valid(self, step: int) -> Tensor:
-        """Bool [N]: bases that have step `step`."""
-
-
 class DrafterModel(nn.Module, ABC):
     """A drafter's weights and arithmetic in training.
 
@@ -146,10 +133,6 @@ class DrafterModel(nn.Module, ABC):
         """Replaces weights of `initialise` by the policy's, which learn faster. `read` gives tensors by their Hugging
         Face names.
         """
-
-    @abstractmethod
-    def layout(self, batch: DraftBatch) -> DraftLayout:
-        """The layout that `unroll` takes."""
 
     @abstractmethod
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: Any, steps: int) -> list[Tensor]:

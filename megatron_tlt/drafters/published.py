@@ -147,16 +147,6 @@ def unknown_entries(nested: Mapping[str, Any], known: Collection[str], where: st
         raise CheckpointError(f"{where} has entries that are not known here: {', '.join(other)}")
 
 
-def flag(entries: Mapping[str, Any], key: str, default: bool) -> bool:
-    """The value of a switch; `default` where it is absent or null. Raises CheckpointError for other values."""
-    value = entries.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{key} = {value!r} must be true or false")
-    return value
-
-
 def named_weights(given: Mapping[str, Tensor], reduced: bool, vocab_size: int) -> dict[str, Tensor]:
     """Floating tensors in fp32, and the maps d2t int64 and t2d bool of a reduced vocabulary.
 

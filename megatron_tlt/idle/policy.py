@@ -30,7 +30,7 @@ class Action(IntEnum):
     PRE_ROLL = 2
     STOP = 3
     DISABLE = 4
-    """Training has failed on a rank of the group; `IdlePolicy` never returns this."""
+    """Training has failed on a rank of the group; `decide` never returns this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +82,27 @@ class RecentWindows:
         return self._idle / self._count if self._count else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class IdlePolicy:
-    """Decides for one idle replica. Replicas need not agree: each may have its own settings."""
+def decide(section: IdleSection, view: IdleView) -> Action:
+    """For one idle replica (replicas need not agree): TRAIN where a micro-step is possible and due or the wait is long;
+    STOP when every rank is done; else WAIT.
 
-    train_drafter: bool = True
-    """Train at all."""
-    min_tail_seconds: float = 0.02
-    """Least seconds that a wait must have lasted, to be used."""
-    min_steps_per_window: int = 0
-    """Micro-steps of one window even where no rank is waited for."""
+    A wait is taken to last as long again as it has lasted. All ranks wait for the end of a micro-step that is begun
+    too late, so one begins when it is expected to end before the wait does.
 
-    @classmethod
-    def of(cls, section: IdleSection) -> IdlePolicy:
-        """The policy of a configuration."""
-        return cls(section.train_drafter, section.min_tail_seconds, section.min_steps_per_window)
-
-    def decide(self, view: IdleView) -> Action:
-        """TRAIN where a micro-step is possible and due or the wait is long; STOP when every rank is done; else WAIT.
-
-        A wait is taken to last as long again as it has lasted. All ranks wait for the end of a micro-step that is begun
-        too late, so one begins when it is expected to end before the wait does.
-
-        Where prompts are left to pre-roll: TRAIN until that has had its share of the idle time, if the usual wait is
-        long enough; then PRE_ROLL, which ends within a decoding step of the wait.
-        """
-        trains = self.train_drafter and not view.is_disabled and view.samples_available > 0
-        if view.steps < self.min_steps_per_window and trains:
-            return Action.TRAIN
-        if view.is_over:
-            return Action.STOP
-        if view.seconds_idle < self.min_tail_seconds:
-            return Action.WAIT
-        if view.can_pre_roll:
-            is_due = view.training_share < TRAINING_SHARE and view.step_seconds <= view.usual_seconds
-            return Action.TRAIN if trains and is_due else Action.PRE_ROLL
-        return Action.TRAIN if trains and view.seconds_idle >= view.step_seconds else Action.WAIT
+    Where prompts are left to pre-roll: TRAIN until that has had its share of the idle time, if the usual wait is
+    long enough; then PRE_ROLL, which ends within a decoding step of the wait.
+    """
+    trains = section.train_drafter and not view.is_disabled and view.samples_available > 0
+    if view.steps < section.min_steps_per_window and trains:
+        return Action.TRAIN
+    if view.is_over:
+        return Action.STOP
+    if view.seconds_idle < section.min_tail_seconds:
+        return Action.WAIT
+    if view.can_pre_roll:
+        is_due = view.training_share < TRAINING_SHARE and view.step_seconds <= view.usual_seconds
+        return Action.TRAIN if trains and is_due else Action.PRE_ROLL
+    return Action.TRAIN if trains and view.seconds_idle >= view.step_seconds else Action.WAIT
 
 
 def tokens_left(running: np.ndarray, waiting: int, lengths: np.ndarray) -> float:

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron_tlt.config.idle import POLL_S
+from megatron_tlt.config.idle import POLL_S, IdleSection
 from megatron_tlt.errors import DrafterError
-from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView, RecentWindows
+from megatron_tlt.idle.policy import Action, IdleView, RecentWindows, decide
 from megatron_tlt.idle.state import RankState, StateSpan, StateTracker, seconds_in
 from megatron_tlt.observe.clock import wall_seconds
 
@@ -76,14 +76,13 @@ class IdleWindow:
     def __init__(
         self,
         coordinator: IdleCoordinator,
-        policy: IdlePolicy,
+        section: IdleSection,
         *,
         is_group_leader: bool = True,
         agree: Callable[[int], int] = lambda value: value,
         num_samples: Callable[[], int],
         on_span: Callable[[str, float, float], None] | None = None,
         on_poll: Callable[[str], None] | None = None,
-        poll_seconds: float = POLL_S,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         wall: Callable[[], float] = wall_seconds,
@@ -93,11 +92,10 @@ class IdleWindow:
         `on_span(state, wall time of its start, seconds)` is called at the end of a window, `on_poll(state)` at every
         poll.
         """
-        self.coordinator, self.policy = coordinator, policy
+        self.coordinator, self._section = coordinator, section
         self.disabled_reason: str | None = None
         self._is_group_leader, self._agree = is_group_leader, agree
         self._num_samples, self._on_span, self._on_poll = num_samples, on_span, on_poll
-        self._poll_seconds = poll_seconds
         self._clock, self._sleep, self._wall = clock, sleep, wall
         self._failure: str | None = None
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last micro-steps
@@ -142,9 +140,9 @@ class IdleWindow:
             if action is Action.DISABLE:
                 self._disable_group()
             self._tracker.to(RankState.IDLE)
-            self._sleep(self._poll_seconds)
+            self._sleep(POLL_S)
         while not self.coordinator.test_done():  # it is over: the barrier's last rounds
-            self._sleep(self._poll_seconds)
+            self._sleep(POLL_S)
             self._show_state()
         return self._finish(sums)
 
@@ -156,7 +154,7 @@ class IdleWindow:
         sums = self._sums
         # More samples may come, and the least steps of a window are not due yet.
         sums.has_no_samples = False
-        view = replace(self._view(sums), seconds_idle=seconds, is_over=False, steps=self.policy.min_steps_per_window)
+        view = replace(self._view(sums), seconds_idle=seconds, is_over=False, steps=self._section.min_steps_per_window)
         action, done = self._agreed(view), sums.steps
         if action is Action.TRAIN:
             self._train_one(step_fn, sums)
@@ -181,7 +179,7 @@ class IdleWindow:
         if self._failure is not None and self.disabled_reason is None:
             proposal = Action.DISABLE
         elif self._is_group_leader:
-            proposal = self.policy.decide(view)
+            proposal = decide(self._section, view)
         return Action(self._agree(proposal))
 
     def _disable_group(self) -> None:

@@ -112,9 +112,7 @@ def _other_rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
             yield "  pre-rolled the next steps", f"{pre_rolled:.1f} ({pre_rolled / total:.0%})"
 
 
-def write_summary(summary: RunSummary, run_dir: str | Path) -> Path:
-    """Writes run_dir/summary.json; numbers that JSON lacks become null. Returns its path."""
+def write_summary(summary: RunSummary, run_dir: str | Path) -> None:
+    """Writes run_dir/summary.json; numbers that JSON lacks become null."""
     values = to_json(asdict(summary) | {"tokens_per_second": summary.tokens_per_second})
-    path = Path(run_dir) / SUMMARY_FILE
-    write_atomically(path, [json.dumps(values, indent=2, ensure_ascii=False)])
-    return path
+    write_atomically(Path(run_dir) / SUMMARY_FILE, [json.dumps(values, indent=2, ensure_ascii=False)])

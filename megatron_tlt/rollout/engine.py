@@ -163,20 +163,18 @@ class Engine(DrivenEngine):
         prompt_id: int,
         dataset_id: str = "",
         *,
-        num_samples: int = 1,
-        indices: Sequence[int] | None = None,
+        indices: Sequence[int],
         begun: Mapping[int, Sample] | None = None,
         takes_turns: bool = False,
     ) -> list[Request]:
-        """Queues samples of one prompt; computes nothing yet. `indices`: theirs; by default the first `num_samples`.
+        """Queues samples of one prompt; computes nothing yet. `indices`: theirs.
 
         Those in `begun` continue a response that an earlier call left unfinished. A response depends on its own index
         only, not on the other samples of the prompt. `takes_turns`: drawn turns are parked for their environments.
         Raises BackendError, naming the numbers, if the request could never run.
         """
         prompt = np.asarray(prompt_token_ids, np.int32)
-        indices = range(num_samples) if indices is None else indices
-        self._check(prompt, params, prompt_id, num_samples)
+        self._check(prompt, params, prompt_id)
         params = with_stop_ids(params, self._tokenizer)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         begun = begun or {}
@@ -216,7 +214,7 @@ class Engine(DrivenEngine):
         params = SamplingParams(temperature=0.0, max_tokens=size, ignore_eos=True, seed=seed)
         tokens = response.token_ids[:-1]
         name = response.prompt_id, response.sample_index
-        self._check(tokens, params, response.prompt_id, 1)
+        self._check(tokens, params, response.prompt_id)
         request = Request(tokens[:start], params, *name, self._arrivals, frozenset())
         request.output, request.logprobs = tokens[start:].tolist(), [0.0] * (size - 1)
         request.given = ((0, size - 1),)
@@ -404,11 +402,9 @@ class Engine(DrivenEngine):
         assert self._tokenizer is not None
         return StopStringFinder(self._tokenizer, params.stop)
 
-    def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int, num_samples: int) -> None:
+    def _check(self, prompt: np.ndarray, params: SamplingParams, prompt_id: int) -> None:
         vocab = self.limits.vocab_size
         name = f"prompt {prompt_id}"
-        if num_samples < 1:
-            raise BackendError(f"{name}: {num_samples} samples requested; at least 1 is needed")
         if prompt.size and (int(prompt.min()) < 0 or int(prompt.max()) >= vocab):
             ids = f"{prompt.min()}..{prompt.max()}"
             raise BackendError(f"{name}: token ids {ids} are outside the vocabulary of {vocab}")

@@ -5,7 +5,7 @@ Torch-free.
     replica 1   rollout ===========|  train train train trai|n     the last micro-step may end late: all wait
     replica 2   rollout ====|idle|  pre-rollout ~~~~~~~~~~~~|
 
-`idle.policy.IdlePolicy` decides, asked again after some micro-steps or a part of the wait.
+`idle.policy.decide` is asked, again after some micro-steps or a part of the wait.
 
 How a drafter gets better is a model with two constants (`config.sim.SimTrainingSection`): an update of the policy
 undoes `drift` of its adaptation, and n tokens of training close 1 - exp(-n / tokens_to_adapt) of the gap.
@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_tlt.config.idle import POLL_S
 from megatron_tlt.config.sim import SimConfig
-from megatron_tlt.idle.policy import Action, IdlePolicy, IdleView, RecentWindows
+from megatron_tlt.idle.policy import Action, IdleView, RecentWindows, decide
 from megatron_tlt.sim.rollouts import ReplicaRollout
 
 _ASKED = 16  # times that the policy is asked in a window in which it trains
@@ -59,7 +59,7 @@ class IdleTime:
 
     def __init__(self, config: SimConfig, micro_step: float, decode_step: float = 0.0):
         """Seconds of a micro-step of training and of a decoding step of pre-rollouts."""
-        self._policy = IdlePolicy.of(config.idle)
+        self._section = config.idle
         self._micro_step, self._decode_step = micro_step, decode_step
         self._past: list[RecentWindows] = []  # of each replica
 
@@ -83,8 +83,8 @@ class IdleTime:
         decoding = sum(window.now == done and window.pre_rolls > 0 for window in windows)
         late = max(step * training / (training + 1), self._decode_step * decoding / (decoding + 1))
         for window in windows:  # the least micro-steps are due whether a rank waits or not
-            due = self._policy.min_steps_per_window - window.steps
-            if due > 0 and self._policy.train_drafter and window.samples:
+            due = self._section.min_steps_per_window - window.steps
+            if due > 0 and self._section.train_drafter and window.samples:
                 window.steps += due
                 window.now += due * step
                 late = max(late, window.now - done)
@@ -116,7 +116,7 @@ class IdleTime:
                 training_share=past.training_share(idle, window.steps * step),
                 usual_seconds=past.usual_seconds,
             )
-            action = self._policy.decide(view)
+            action = decide(self._section, view)
             if action is Action.PRE_ROLL:
                 return True
             if action is Action.TRAIN:

@@ -73,7 +73,7 @@ def open_backend(
     config: Config,
     world: World,
     tokenizer: HFTokenizer,
-    tp: TensorParallel | None = None,
+    tp: TensorParallel,
     drafter_trainer: OnlineDrafterTrainer | None = None,
     keep_layers: tuple[int, ...] | None = None,
     kv_cache_bytes: int | None = None,
@@ -81,8 +81,7 @@ def open_backend(
     """The rollout engine of this rank, without weights; with the drafter of `drafter_trainer`, if there is one.
 
     A run that trains its drafter may name none: without a trainer the engine then has the random one that training
-    would start from. `keep_layers`: see `EngineOptions`. `kv_cache_bytes`: see `device_memory.cache_bytes`. Collective,
-    unless `tp` (see `tensor_parallel`) is given.
+    would start from. `keep_layers`: see `EngineOptions`. `kv_cache_bytes`: see `device_memory.cache_bytes`.
     """
     if drafter_trainer is not None and config.hidden_states_of == "engine":
         keep_layers = drafter_trainer.model.config.aux_layers
@@ -92,7 +91,7 @@ def open_backend(
         config.sync,
         device=world.device,
         tokenizer=tokenizer,
-        tp=tp if tp is not None else tensor_parallel(world, config.rollout.tp),
+        tp=tp,
         local_ranks=world.local_size,
         longest_request=config.longest_sequence,
         drafter=_drafter(config, drafter_trainer),

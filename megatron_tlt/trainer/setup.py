@@ -21,7 +21,6 @@ from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
-from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.interfaces import CAPABILITIES, RolloutBackend
 from megatron_tlt.observe.log import setup_logging
@@ -215,7 +214,7 @@ def _idle_window(
 
     return IdleWindow(
         IdleCoordinator(world.comm, world.new_counter(), group_size=tp.size),
-        IdlePolicy.of(config.idle),
+        config.idle,
         is_group_leader=tp.rank == 0,
         agree=tp.largest,
         num_samples=drafter.num_samples,
@@ -228,7 +227,7 @@ def _traced_prompts(config: Config, world: World, backend: RolloutBackend) -> in
     """Prompts of a rollout whose drafts rank 0 keeps, for the samples that are logged; 0 on other ranks, and where its
     engine traces none.
     """
-    if not (world.is_main and backend.capabilities.draft_traces):
+    if not (world.is_main and backend.capabilities.in_process):
         return 0
     # Samples are written in pairs of one prompt: its best response and its worst.
     return (config.observe.samples_per_step + 1) // 2

@@ -173,7 +173,7 @@ def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> lis
 
 def generate_all(engine: Engine, jobs: list[Job]) -> Responses:
     for prompt_id, prompt, params, n in jobs:
-        engine.add(prompt, params, prompt_id, num_samples=n)
+        engine.add(prompt, params, prompt_id, indices=range(n))
     return collect(run_out(engine))
 
 

@@ -37,7 +37,7 @@ def engine(kernels: str, **sizes) -> Engine:
 def recorded(engine: Engine) -> Recorded:
     engine.record_routed_experts()
     for prompt_id, prompt, params, n in JOBS:
-        engine.add(prompt, params, prompt_id, num_samples=n)
+        engine.add(prompt, params, prompt_id, indices=range(n))
     return {(r.prompt_id, r.sample_index): (r.output, r.routed_experts) for r in run_out(engine)}
 
 

@@ -181,7 +181,7 @@ def test_stop_strings_cut_a_run():
         return Engine(decoder, limits, 100, 16, tokenizer=tokenizer, native_sample=sample)
 
     def run(engine: Engine) -> list:
-        requests = engine.add([1, 2, 3], params, 0, num_samples=12)
+        requests = engine.add([1, 2, 3], params, 0, indices=range(12))
         run_out(engine)
         return [(engine.text_of(r), r.output, r.logprobs, r.finish_reason) for r in requests]
 

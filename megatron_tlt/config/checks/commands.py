@@ -43,7 +43,7 @@ def base_warning(config: Config) -> str | None:
 
 def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
     """`drafter train` and `drafter eval` read the policy's hidden states."""
-    if not CAPABILITIES[config.rollout.backend].reads_responses:
+    if not CAPABILITIES[config.rollout.backend].in_process:
         allowed = "must be 'embedded' here: a drafter learns from the policy's hidden states"
         yield ConfigProblem("rollout.backend", config.rollout.backend, allowed)
     if config.env is not None:

@@ -79,13 +79,11 @@ def stage_parameters(shape: ArchitectureConfig, dims: Dims, stage: int) -> tuple
     return count // dims.tp, experts // dims.ep
 
 
-def adapter_parameters(shape: ArchitectureConfig, lora: LoraSection | None, dims: Dims, stage: int) -> tuple[int, int]:
+def adapter_parameters(shape: ArchitectureConfig, lora: LoraSection, dims: Dims, stage: int) -> tuple[int, int]:
     """Parameters of the adapters on one rank of a pipeline stage, without its experts', and of its experts'.
 
-    TP cuts one factor of a pair; both of an expert's are whole. (0, 0) without adapters.
+    TP cuts one factor of a pair; both of an expert's are whole.
     """
-    if lora is None:
-        return 0, 0
     hidden, per_stage = shape.hidden_size, shape.num_layers // dims.pp
     heads, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = {"q_proj": heads, "k_proj": groups, "v_proj": groups, "o_proj": heads}

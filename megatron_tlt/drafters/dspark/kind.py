@@ -29,6 +29,7 @@ from megatron_tlt.drafters.dspark.decoder import TorchBlock
 from megatron_tlt.drafters.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafters.dspark.model import BlockModel
 from megatron_tlt.drafters.dspark.public import FORM
+from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.decoders.base import Decoder
@@ -74,7 +75,7 @@ class DSparkKind(DrafterKind[BlockConfig, BlockModel]):
         self, model: BlockModel, given: LossInputs, forward: AbstractContextManager[object]
     ) -> tuple[Tensor, LossParts]:
         """Blocks from random anchors."""
-        layout = model.layout(given.batch)
+        layout = PairLayout(given.batch)
         chosen = draw_anchors(model, layout)
         with forward:
             slots = model.fill(given.embed, given.batch, layout, chosen)

@@ -67,8 +67,7 @@ def block_loss(
     whole += own[len(whole) :]  # positions behind `counts` are in no metric
     per_row = [n / max(1, total) / max(1, len(at)) for n, total, at in zip(own, whole, here, strict=True)]
     by_step = torch.tensor(per_row, dtype=torch.float32).to(device, non_blocking=True)
-    decay = given.weights.step_decay ** torch.arange(len(drafted), device=device)
-    weights = decay * (share / max(1, sum(map(len, here))))
+    weights = torch.full_like(by_step, share / max(1, sum(map(len, here))))
     policy = PolicyRows.of(given, model.token_ids(), targets, weights)
     anchors = layout.here(layout.base_rows[chosen])
     outputs = [model.output(batch.tokens, (anchors + k).clamp(max=len(batch.tokens) - 1), slots, k) for k in drafted]

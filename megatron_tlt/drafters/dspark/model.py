@@ -212,9 +212,6 @@ class BlockModel(DrafterModel):
 
     # -- training
 
-    def layout(self, batch: DraftBatch) -> PairLayout:
-        return PairLayout(batch)
-
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: PairLayout, steps: int) -> list[Tensor]:
         """Outputs [N, H + r] with every base as an anchor. Positions behind the block repeat
         its last slot.

@@ -36,13 +36,12 @@ def draft_loss(
     A step that no sequence is long enough for adds nothing. How sequences are packed does not matter: every term is a
     sum over rows divided by their number.
     """
-    device, loss, counts = given.head.device, given.weights, given.counts
+    device, counts = given.head.device, given.counts
     bases = [layout.existing(step) for step in range(len(outputs))]
     targets = [layout.base_rows[of_step] + step for step, of_step in enumerate(bases)]
     per_row = 1.0 / np.maximum(1, [len(of_step) for of_step in bases] if counts is None else counts[: len(bases)])
     by_step = torch.tensor(per_row, dtype=torch.float32).to(device, non_blocking=True)
-    decay = loss.step_decay ** torch.arange(len(outputs), device=device)
-    policy = PolicyRows.of(given, model.token_ids(), targets, decay * by_step)
+    policy = PolicyRows.of(given, model.token_ids(), targets, by_step)
     drafted = policy.sort([o.index_select(0, layout.here(of)) for o, of in zip(outputs, bases, strict=True)])
     own = model.own_head(policy.head)
     total, ce, accept = HeadLoss.apply(model.before_head(drafted), own, policy)  # type: ignore[no-untyped-call]
@@ -50,6 +49,6 @@ def draft_loss(
     if model.imitates_states:
         target = policy.states[policy.rows.at].float()
         near = smooth_l1_loss(drafted, target, reduction="none").mean(-1)
-        total = total + loss.hidden_weight * (policy.scale * near).sum()
+        total = total + given.hidden_weight * (policy.scale * near).sum()
         of_rows = {"hidden": near.detach(), **of_rows}
     return total, {name: list(policy.means(found, by_step)) for name, found in of_rows.items()}

@@ -169,9 +169,6 @@ class PairModel(DrafterModel):
         out: Tensor = x + mlp.down_proj(wide)
         return out
 
-    def layout(self, batch: DraftBatch) -> PairLayout:
-        return PairLayout(batch)
-
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: PairLayout, steps: int) -> list[Tensor]:
         """Drafts `steps` tokens ahead from every base, fed with the true tokens: [N, H] for each step.
 

@@ -19,13 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_tlt.config.block_drafters import layer_ids
+from megatron_tlt.config.block_drafters import flag, layer_ids
 from megatron_tlt.drafters.eagle.config import Eagle3Config, default_layers
 from megatron_tlt.drafters.published import (
     COPIES,
     PublicForm,
     draft_vocabulary,
-    flag,
     layer_entries,
     section,
     unknown_entries,
@@ -71,12 +70,14 @@ def public_config(about: Mapping[str, Any], policy: ModelConfig, layers: tuple[i
         raise CheckpointError(f"its hidden size is {sorted(widths)}, the policy's {policy.hidden_size}")
     found = _layers(about)
     try:
-        is_normed = flag(given, "norm_before_residual", "speculators_model_type" in about)
+        is_normed = flag(given, ("norm_before_residual",), "speculators_model_type" in about)
         return Eagle3Config.of(policy, found or layers, draft_vocabulary(about, policy), layer, is_normed)
     except ConfigError as error:
         if not found:
             raise
         raise CheckpointError(f"{_IDS}: {error.problems[0].allowed}, found outputs {list(found)}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def public_warnings(

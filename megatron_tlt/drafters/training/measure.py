@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.model import DrafterModel
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, group_by_length, windows
 from megatron_tlt.models.decoders.keyed_noise import gumbel_noise, key_tensor
@@ -112,7 +113,7 @@ def measure(
         if on_progress is not None:
             on_progress(number, len(groups))
         batch = collate(group, head.device)
-        layout = model.layout(batch)
+        layout = PairLayout(batch)
         owner = np.searchsorted(batch.starts, layout.bases.cpu().numpy(), side="right") - 1
         keys = np.array([s.key for s in group], np.uint64)[owner]
         response = np.array([s.response_start for s in group], np.int64)[owner]

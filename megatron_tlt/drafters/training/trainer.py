@@ -117,7 +117,7 @@ class DrafterTrainer:
         needs_cast = next(self.model.parameters()).dtype != dtype
         forward = self._forward(device, dtype if needs_cast else None)
         section, steps = self._section, self._section.drafted(self.kind.facts)
-        given = LossInputs(batch, self.embed, self.head, steps, section.loss, self._temperature, counts)
+        given = LossInputs(batch, self.embed, self.head, steps, section.hidden_weight, self._temperature, counts)
         self.model.trained_steps = self.trained_steps
         loss, parts = self.kind.loss(self.model, given, forward)
         self.state.free_gradients()

@@ -5,7 +5,7 @@
                  + c_V  +  d_0 + d_P P + d_N B P                     verification, and drafting in P passes
     best       = argmax of B tokens(L) / seconds(L)                  L = 0: plain decoding
     verified   = drafted tokens with cumulative acceptance >= c_T B tokens(best) / seconds(best)
-    next trial = now + lost seconds * (candidates - 1) / exploration
+    next trial = now + lost seconds * (candidates - 1) / EXPLORATION
 
 P is L for a drafter that drafts position by position, 1 for one that drafts a block. A candidate is a draft length.
 
@@ -14,14 +14,14 @@ of steps, and decides anew after each. The costs c and d are fitted to the measu
 own measurements correct the fit (`step_costs.py`).
 
 A trial is an interval of another candidate. Its lost seconds are its own less those in which the best candidate
-generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `exploration` of
+generates as many tokens. The more a candidate loses, the rarer its trials, so that all together lose `EXPLORATION` of
 the time at most. Where a bucket has measured plain decoding only, or drafts only, the first trial of the other may
 lose more: what it loses is predicted from other batch sizes, and that prediction can be far off. The right side of
 `verified` is the number of tokens that the best candidate generates in the seconds of a row: where the seconds of a
 step grow linearly with its rows, this choice brings most tokens a second (the greedy one of DSpark, Algorithm 1).
 
 A new drafter (the first one, or new weights) that no bucket drafts with gets a trial of one drafted token, in the
-first bucket where that loses 2 * `exploration` of the seconds since the last such trial at most, if nothing is
+first bucket where that loses 2 * `EXPLORATION` of the seconds since the last such trial at most, if nothing is
 accepted. Its first measured draft, in a trial or not, reduces what was counted of the drafter before it to a prior,
 and ends the intervals of other buckets.
 
@@ -83,21 +83,11 @@ class _Bucket:
 class CostModelSelector:
     """A `StrategySelector` by measured seconds and acceptance."""
 
-    def __init__(
-        self,
-        kind: DraftedBy,
-        draft_len: int,
-        exploration: float = EXPLORATION,
-        passes: Callable[[int], int] = int,
-    ):
-        """For a drafter of `kind` that drafts `draft_len` tokens in a row at most.
-
-        `exploration`: share of the time that trials may lose. `passes`: forward passes of a draft by its length.
-        """
+    def __init__(self, kind: DraftedBy, draft_len: int, passes: Callable[[int], int] = int):
+        """For a drafter of `kind` that drafts `draft_len` tokens in a row at most, L tokens in `passes(L)` passes."""
         lengths = sorted({1 << i for i in range(draft_len.bit_length())} | {draft_len})
         self._kind, self._lengths = kind, [0, *lengths]  # of the candidates
         self._draft_len = draft_len
-        self._exploration = exploration
         self._passes = passes
         self._buckets: dict[int, _Bucket] = {}
         self._acceptance = self._no_counts()  # of all buckets
@@ -222,7 +212,7 @@ class CostModelSelector:
         at least, or equally good candidates would be tried all the time.
         """
         lost = max(lost, _HYSTERESIS * seconds)
-        candidate.next_trial = bucket.seconds + lost * (len(self._lengths) - 1) / self._exploration
+        candidate.next_trial = bucket.seconds + lost * (len(self._lengths) - 1) / EXPLORATION
 
     def _decide(self, bucket: _Bucket) -> None:
         """Chooses the best candidate and that of the next interval. Mutates the bucket."""
@@ -261,7 +251,7 @@ class CostModelSelector:
         if is_known:  # else its costs are not
             drafting = bucket.costs.seconds(trial, running, running * (1 + trial.length))
             most_lost = steps * (drafting - bucket.costs.seconds(plain, running, running))
-            if most_lost > 2 * self._exploration * (self._seconds() - self._last_trial):
+            if most_lost > 2 * EXPLORATION * (self._seconds() - self._last_trial):
                 return False
         self._start_interval(bucket, 1)
         bucket.steps = steps

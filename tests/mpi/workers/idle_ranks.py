@@ -13,17 +13,17 @@ import sys
 import time
 from contextlib import closing
 
+from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.idle.coordinator import IdleCoordinator
-from megatron_tlt.idle.policy import IdlePolicy
 from megatron_tlt.idle.state import RankState
 from megatron_tlt.idle.window import IdleWindow, WindowReport
 
 JOB = World.start(DistributedSection(), threads=1)
 WORLD = JOB.comm
 RANK, SIZE = WORLD.rank, WORLD.size
-EAGER = IdlePolicy(min_tail_seconds=0.0)
+EAGER = IdleSection(train_drafter=True, min_tail_seconds=0.0)
 STEP_S = 0.004
 CLOCKS_AGREE_S = 0.001  # each process has read the wall clock once, and it may be slewed between two starts
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from megatron_tlt.config.drafter import LossWeights
 from megatron_tlt.drafters import loss as module
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.loss import draft_loss
@@ -23,21 +22,19 @@ CONFIGS = {
     "reduced": Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=60),
     "whole": Eagle3Config.of(DEEP["qwen3"], draft_vocab_size=101),
 }
-CASES = [
-    (LossWeights(), 1.0),
-    (LossWeights(hidden_weight=0.3, ce_weight=0.7, tv_weight=0.2, step_decay=0.5), 0.6),
-]
+CASES = [(10.0, 0.1, 0.9, 0.8, 1.0), (0.3, 0.7, 0.2, 0.5, 0.6)]
 
 
-@pytest.mark.parametrize(("weights", "t"), CASES, ids=["default", "cold"])
+@pytest.mark.parametrize(("w_h", "w_ce", "w_tv", "decay", "t"), CASES, ids=["default", "cold"])
 @pytest.mark.parametrize(("name", "at_once"), [("eagle", 1 << 25), ("eagle", 300), ("reduced", 700), ("whole", 700)])
 def test_loss_and_gradients_equal_a_loop_over_tokens(
-    monkeypatch, name: str, at_once: int, weights: LossWeights, t: float
+    monkeypatch, name: str, at_once: int, w_h: float, w_ce: float, w_tv: float, decay: float, t: float
 ) -> None:
     """The docstring's formula, one (base, step) at a time, whole and in blocks. Norm and head of eagle3 are trained,
     too; rows whose drawn token is unknown teach nothing and count as not accepted.
     """
-    monkeypatch.setattr(module, "HEAD_BLOCK", at_once)
+    for constant, value in {"HEAD_BLOCK": at_once, "_CE": w_ce, "_TV": w_tv, "_DECAY": decay}.items():
+        monkeypatch.setattr(module, constant, value)
     config = CONFIGS[name]
     embed, head = lookup_tables(config.policy)
     model = KINDS[config.kind].build_model(config)
@@ -45,7 +42,7 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(
     sequences = [random_sequence(config, n, p, seed=n) for n, p in ((12, 5), (3, 1), (17, 9), (6, 4))]
     batch = collate(sequences)
     layout = PairLayout(batch)
-    given = LossInputs(batch, embed, head, STEPS, weights, t)
+    given = LossInputs(batch, embed, head, STEPS, w_h, t)
     got, parts = draft_loss(model, model.unroll(embed, batch, layout, STEPS), layout, given)
     (2.0 * got).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -67,10 +64,10 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(
                     accepts.append(torch.minimum(p, log_q.exp()).sum().detach() * is_known)
                     ce, tv = -(p * log_q).sum(), 0.5 * (p - log_q.exp()).abs().sum()
                     near = smooth_l1_loss(output[row], state) if name == "eagle" else 0.0
-                    own = weights.ce_weight * ce + weights.tv_weight * tv
-                    terms.append(weights.hidden_weight * near + own * is_known)
+                    own = w_ce * ce + w_tv * tv
+                    terms.append(w_h * near + own * is_known)
                 row += 1
-        want = want + weights.step_decay**step * torch.stack(terms).mean()
+        want = want + decay**step * torch.stack(terms).mean()
         torch.testing.assert_close(parts["accept"][step], torch.stack(accepts).mean(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     (2.0 * want).backward()
@@ -85,6 +82,6 @@ def test_a_processor_without_products_of_bf16_multiplies_the_head_in_fp32(monkey
     monkeypatch.setattr(module, "has_bf16_products", lambda: has_products)
     config = CONFIGS["reduced"]
     embed, head = (table.bfloat16() for table in lookup_tables(config.policy))
-    given = LossInputs(collate([random_sequence(config, 12, 5)]), embed, head, 1, LossWeights(), 1.0)
+    given = LossInputs(collate([random_sequence(config, 12, 5)]), embed, head, 1, 10.0, 1.0)
     rows = module.PolicyRows.of(given, torch.arange(60), [np.arange(5, 11)], torch.ones(1))
     assert rows.head.dtype == dtype

@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 
 from megatron_tlt.config.idle import IdleSection
-from megatron_tlt.idle.policy import (
-    Action,
-    IdlePolicy,
-    IdleView,
-    RecentWindows,
-    tokens_left,
-)
+from megatron_tlt.idle.policy import Action, IdleView, RecentWindows, decide, tokens_left
 
-POLICY = IdlePolicy(min_tail_seconds=0.1)
+SECTION = IdleSection(train_drafter=True, min_tail_seconds=0.1)
 GOOD = IdleView(seconds_idle=1.0, samples_available=9)
 WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action.STOP
 
@@ -42,7 +36,7 @@ WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action
     ],
 )
 def test_decisions(change, action):
-    assert POLICY.decide(replace(GOOD, **change)) is action
+    assert decide(SECTION, replace(GOOD, **change)) is action
 
 
 @pytest.mark.parametrize(
@@ -58,7 +52,7 @@ def test_decisions(change, action):
     ],
 )
 def test_steps_that_are_due_whether_a_rank_waits_or_not(change, action):
-    assert replace(POLICY, min_steps_per_window=2).decide(replace(GOOD, **change)) is action
+    assert decide(SECTION.model_copy(update={"min_steps_per_window": 2}), replace(GOOD, **change)) is action
 
 
 def test_recent_windows_count_most():
@@ -71,14 +65,8 @@ def test_recent_windows_count_most():
         assert recent.training_share(idle, trained) == pytest.approx(trained / idle, abs=0.1)
 
 
-def test_the_policy_of_a_configuration():
-    section = IdleSection(
-        train_drafter=True,
-        min_tail_seconds=0.3,
-        min_steps_per_window=2,
-    )
-    assert IdlePolicy.of(section) == IdlePolicy(True, 0.3, 2)
-    assert IdlePolicy.of(IdleSection()).decide(GOOD) is WAIT  # training is off
+def test_it_does_not_train_where_training_is_off():
+    assert decide(IdleSection(), GOOD) is WAIT
 
 
 @pytest.mark.parametrize(

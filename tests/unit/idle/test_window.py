@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 
+from megatron_tlt.config.idle import POLL_S, IdleSection
 from megatron_tlt.errors import DrafterError
-from megatron_tlt.idle.policy import Action, IdlePolicy
+from megatron_tlt.idle.policy import Action
 from megatron_tlt.idle.state import RankState, seconds_in
 from megatron_tlt.idle.window import IdleWindow, WindowReport
 
 BUSY, IDLE, TRAINING, PRE_ROLLING = RankState.BUSY, RankState.IDLE, RankState.TRAINING, RankState.PRE_ROLLING
-STEP_S, POLL_S = 0.05, 0.002
+STEP_S = 0.05
+SECTION = IdleSection(train_drafter=True, min_tail_seconds=0.0)
 
 
 @dataclass
@@ -53,11 +55,10 @@ def clock():
     return Clock(10.0)
 
 
-def make(coordinator, clock, policy=None, **more):
-    policy = policy or IdlePolicy(min_tail_seconds=0.0)
-    options = {"clock": clock.now, "sleep": clock.sleep, "wall": clock.now, "poll_seconds": POLL_S}
+def make(coordinator, clock, section=SECTION, **more):
+    options = {"clock": clock.now, "sleep": clock.sleep, "wall": clock.now}
     options["num_samples"] = lambda: 1
-    return IdleWindow(coordinator, policy, **{**options, **more})
+    return IdleWindow(coordinator, section, **{**options, **more})
 
 
 def run(window, step_fn):
@@ -79,8 +80,8 @@ def stepper(clock, tokens=100.0, calls=None):
 def test_the_only_replica_takes_the_steps_that_are_due(clock):
     coordinator = FakeCoordinator(clock, over_at=clock.time)
     calls = []
-    policy = IdlePolicy(min_tail_seconds=0.0, min_steps_per_window=3)
-    report = run(make(coordinator, clock, policy), stepper(clock, calls=calls))
+    section = IdleSection(train_drafter=True, min_tail_seconds=0.0, min_steps_per_window=3)
+    report = run(make(coordinator, clock, section), stepper(clock, calls=calls))
     assert report.steps == len(calls) == 3
     assert [s.state for s in report.spans] == [BUSY, IDLE, TRAINING]
 
@@ -179,8 +180,8 @@ def test_a_wait_shorter_than_a_micro_step_is_not_trained_in(clock):
 
 def test_long_waits_for_environments_are_trained_in(clock):
     """In the rollout, before the window, whose least micro-steps follow all the same."""
-    policy = IdlePolicy(min_tail_seconds=0.1, min_steps_per_window=3)
-    window = make(FakeCoordinator(clock, over_at=clock.time), clock, policy)
+    section = IdleSection(train_drafter=True, min_tail_seconds=0.1, min_steps_per_window=3)
+    window = make(FakeCoordinator(clock, over_at=clock.time), clock, section)
     window.begin()
     step = stepper(clock)
     assert [window.train_while_parked(step, seconds) for seconds in (0.0, 0.09, 0.1, 0.2)] == [False] * 2 + [True] * 2
@@ -228,8 +229,7 @@ def test_a_failed_drafter_is_turned_off_with_one_warning_and_windows_go_on(clock
 
 def test_samples_are_counted_before_a_step(clock):
     counts = iter([0] * 50 + [5] * 10_000)
-    policy = IdlePolicy(min_tail_seconds=0.0)
-    window = make(FakeCoordinator(clock, over_at=11.0), clock, policy, num_samples=lambda: next(counts))
+    window = make(FakeCoordinator(clock, over_at=11.0), clock, num_samples=lambda: next(counts))
     calls = []
     run(window, stepper(clock, calls=calls))
     assert calls[0] == pytest.approx(10.0 + 50 * POLL_S + STEP_S)

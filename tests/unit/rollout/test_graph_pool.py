@@ -183,7 +183,7 @@ def responses_of(engine: Engine, turn: int) -> list[tuple]:
     """Forks, prefill chunks and decoding of four prompts."""
     for i in range(4):
         params = SamplingParams(max_tokens=20, seed=3 + turn)
-        engine.add(tokens(5 + 37 * i, i + turn), params, i, num_samples=3)
+        engine.add(tokens(5 + 37 * i, i + turn), params, i, indices=range(3))
     return [(r.prompt_id, r.sample_index, r.output) for r in run_out(engine)]
 
 

@@ -45,7 +45,7 @@ def collecting(engine: Engine) -> list[HiddenStateSample]:
 def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample]) -> int:
     """Responses `jobs`; what was collected is complete and right. Returns how many rows were compared."""
     requests = [
-        r for prompt_id, prompt, params, n in jobs for r in engine.add(prompt, params, prompt_id, num_samples=n)
+        r for prompt_id, prompt, params, n in jobs for r in engine.add(prompt, params, prompt_id, indices=range(n))
     ]
     requests[0].given = ((0, 1),)
     run_out(engine)
@@ -107,7 +107,7 @@ def test_a_sink_that_raises_leaks_no_block() -> None:
 
     engine.collect_hidden_states(HiddenStateCollector(refuse))
     for max_tokens in (2, 4):
-        engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, num_samples=3)
+        engine.add([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, indices=range(3))
         with pytest.raises(RuntimeError, match="full"):
             run_out(engine)
         engine.abort_all()
@@ -128,7 +128,7 @@ def test_pages_are_kept_as_long_as_they_are_read() -> None:
     collecting(drafting)
     drafting.collect_hidden_states(None)
     assert pages is not None and drafting.runner.pages is pages
-    drafting.add([1, 2, 3], SamplingParams(max_tokens=4), 0)
+    drafting.add([1, 2, 3], SamplingParams(max_tokens=4), 0, indices=[0])
     with pytest.raises(AssertionError, match="hidden states"):
         collecting(drafting)
 
@@ -153,8 +153,8 @@ def test_all_states_have_arrived_where_every_request_waits_for_its_environment(m
     engine = make_engine(CONFIG, WEIGHTS)
     samples = collecting(engine)
     params = SamplingParams(max_tokens=40, max_turn_tokens=9, ignore_eos=True)
-    engine.add([1, 2, 3], replace(params, max_tokens=3), 0)
-    parked = engine.add([4, 5], params, 1, num_samples=2, takes_turns=True)
+    engine.add([1, 2, 3], replace(params, max_tokens=3), 0, indices=[0])
+    parked = engine.add([4, 5], params, 1, indices=range(2), takes_turns=True)
     while engine.has_work:
         assert not samples
         engine.step()

@@ -22,7 +22,7 @@ def make_engine(decoder: FakeDecoder, max_running: int = 8, context: int = 128) 
 
 def run(engine: Engine) -> list[list[int]]:
     for i in range(10):
-        engine.add([1 + i, 2, 3] * (i + 1), SamplingParams(max_tokens=9 + 3 * i, ignore_eos=True), i, num_samples=3)
+        engine.add([1 + i, 2, 3] * (i + 1), SamplingParams(max_tokens=9 + 3 * i, ignore_eos=True), i, indices=range(3))
     return [r.output for r in run_out(engine)]
 
 

@@ -43,7 +43,7 @@ def make_jobs(seed: int, count: int = 12) -> list[Job]:
 
 def responses(engine: Engine, jobs: list[Job]) -> Responses:
     for prompt_id, prompt, params, n in jobs:
-        engine.add(prompt, params, prompt_id, num_samples=n)
+        engine.add(prompt, params, prompt_id, indices=range(n))
     finished = run_out(engine)
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
@@ -138,7 +138,7 @@ def test_given_tokens_continue_a_response(jobs: list[Job], reference: Responses,
 def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():
     engine = fake_engine(max_running=16, block_size=4)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    engine.add(list(range(1, 39)), params, 0, num_samples=16)  # 9 full blocks and half of a tenth
+    engine.add(list(range(1, 39)), params, 0, indices=range(16))  # 9 full blocks and half of a tenth
     engine.step()
     assert engine.runner.decoder.prefilled == 38
     engine.step()
@@ -152,7 +152,7 @@ def test_a_prompt_is_prefilled_once_and_its_full_blocks_are_shared():
 def test_first_come_first_served():
     engine = fake_engine(max_running=2)
     for i in range(6):
-        engine.add([i + 1], SamplingParams(max_tokens=4, ignore_eos=True), i)
+        engine.add([i + 1], SamplingParams(max_tokens=4, ignore_eos=True), i, indices=[0])
     order = []
     while not engine.is_idle:
         order += [r.prompt_id for r in engine.step()]
@@ -165,7 +165,7 @@ def test_prompts_that_an_engine_takes_are_admitted_at_once():
     taken = 0
     for _ in range(12):
         while engine.has_room:
-            engine.add([1], SamplingParams(max_tokens=6, ignore_eos=True), taken)
+            engine.add([1], SamplingParams(max_tokens=6, ignore_eos=True), taken, indices=[0])
             taken += 1
         engine.step()
         assert not engine.scheduler._waiting
@@ -175,7 +175,7 @@ def test_prompts_that_an_engine_takes_are_admitted_at_once():
 def test_the_latest_arrival_is_preempted():
     engine = fake_engine()
     for i in range(3):
-        engine.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True), i)
+        engine.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True), i, indices=[0])
     engine.step()
     engine.step()
     engine.scheduler.preempt()
@@ -196,13 +196,12 @@ def test_the_latest_arrival_is_preempted():
         ([1], {"min_p": 1.5}, 1, ("min_p = 1.5",)),
         ([1], {"stop": ("",)}, 1, ("empty stop string",)),
         ([1, 50], {"max_tokens": 2}, 1, ("vocabulary of 50",)),
-        ([1], {"max_tokens": 2}, 0, ("0 samples",)),
     ],
 )
 def test_requests_that_can_never_run_are_refused_with_numbers(prompt, params, samples, words) -> None:
     engine = fake_engine(num_blocks=10, block_size=4)
     with pytest.raises(BackendError, match="prompt 3") as caught:
-        engine.add(prompt, SamplingParams(**params), 3, num_samples=samples)
+        engine.add(prompt, SamplingParams(**params), 3, indices=range(samples))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert engine.is_idle
 
@@ -210,7 +209,7 @@ def test_requests_that_can_never_run_are_refused_with_numbers(prompt, params, sa
 def test_abort_returns_every_block(jobs: list[Job]):
     engine = fake_engine(budget=16)
     for prompt_id, prompt, params, n in jobs:
-        engine.add(prompt, params, prompt_id, num_samples=n)
+        engine.add(prompt, params, prompt_id, indices=range(n))
     for _ in range(7):
         engine.step()
     dropped = engine.abort_all()

@@ -36,14 +36,14 @@ class WordTokenizer(CharTokenizer):
 def test_a_special_token_is_a_stop_token_and_needs_no_text_of_each_token() -> None:
     engine = fake_engine(eos=())
     params = SamplingParams(max_tokens=100, seed=2)
-    (plain,) = engine.add([1, 2, 3], params, 0)
+    (plain,) = engine.add([1, 2, 3], params, 0, indices=[0])
     run_out(engine)
-    (request,) = engine.add([1, 2, 3], replace(params, stop=("<end>", "xyz")), 0)
+    (request,) = engine.add([1, 2, 3], replace(params, stop=("<end>", "xyz")), 0, indices=[0])
     assert request.stop_token_ids == {0} and request.params.stop == ("xyz",)
     run_out(engine)
     assert (request.output, request.finish_reason) == (plain.output[: plain.output.index(0) + 1], "stop")
     assert engine.text_of(request) == CharTokenizer().decode(request.output)
-    assert engine.add([1], replace(params, stop=("<end>",)), 0)[0].stop_strings is None
+    assert engine.add([1], replace(params, stop=("<end>",)), 0, indices=[0])[0].stop_strings is None
 
 
 def test_a_finders_texts_do_not_grow_with_the_response() -> None:
@@ -87,7 +87,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(tokenizer, tokens
 
 def run_one(params: SamplingParams, eos: tuple[int, ...] = (0,)) -> tuple[Request, str]:
     engine = fake_engine(eos=eos)
-    engine.add([1, 2, 3], params, 0)
+    engine.add([1, 2, 3], params, 0, indices=[0])
     (request,) = run_out(engine)
     return request, engine.text_of(request)
 
@@ -122,4 +122,4 @@ def test_stop_tokens_limits_and_ignore_eos():
 
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(BackendError, match="need a tokenizer"):
-        fake_engine(tokenizer=None).add([1], SamplingParams(stop=("x",)), 0)
+        fake_engine(tokenizer=None).add([1], SamplingParams(stop=("x",)), 0, indices=[0])

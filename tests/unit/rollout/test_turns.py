@@ -94,10 +94,10 @@ def test_a_turn_that_goes_on_keeps_its_place_before_later_arrivals():
     """Its prefill ends beside that of a prompt which came while it waited; then memory runs out."""
     engine = fake_engine(budget=8)
     params = SamplingParams(max_tokens=20, max_turn_tokens=3, ignore_eos=True, seed=5)
-    (first,) = engine.add([1, 2, 3], params, 0, takes_turns=True)
+    (first,) = engine.add([1, 2, 3], params, 0, indices=[0], takes_turns=True)
     while not engine.advance().turns:
         pass
-    engine.add(list(range(1, 11)), params, 1)
+    engine.add(list(range(1, 11)), params, 1, indices=[0])
     engine.step()  # most of the later prompt
     engine.extend(first, [4, 5])
     engine.step()  # the rest of both

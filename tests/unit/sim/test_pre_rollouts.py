@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_tlt.idle.policy import Action, IdlePolicy
+from megatron_tlt.idle.policy import Action
 from megatron_tlt.sim import simulate as simulate_module
 from megatron_tlt.sim.drift import Drift
 from megatron_tlt.sim.idle import IdleTime
@@ -72,10 +72,10 @@ def test_what_is_passed_on_is_bounded(a_second_each):
 def test_the_policy_shares_the_window(monkeypatch):
     """It trains twice, then pre-rolls once, then trains again, in whatever order it says so."""
 
-    def decide(self, view):
+    def decide(section, view):
         return Action.PRE_ROLL if view.steps >= 2 and view.can_pre_roll else Action.TRAIN
 
-    monkeypatch.setattr(IdlePolicy, "decide", decide)
+    monkeypatch.setattr("megatron_tlt.sim.idle.decide", decide)
     seen = []
 
     def pre_roll(starts, until):

@@ -106,11 +106,6 @@ class NativeDecoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embed[token_ids]
 
-    @property
-    def structure(self) -> Forward:
-        """The model as C sees it, with its buffers."""
-        return self._forward
-
     # -- weights --------------------------------------------------------------------------------------------
 
     def load_weights(self, named: NamedTensors, partial: bool = False) -> None:

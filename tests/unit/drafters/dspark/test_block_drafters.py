@@ -13,6 +13,7 @@ from megatron_tlt.drafters.dspark.config import BlockConfig, spread_layers
 from megatron_tlt.drafters.dspark.decoder import TorchBlock
 from megatron_tlt.drafters.dspark.kind import DSparkKind
 from megatron_tlt.drafters.dspark.model import BlockModel
+from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.training.batching import collate
 from megatron_tlt.errors import BackendError, ConfigError
 from megatron_tlt.models.decoders.factory import build_decoder
@@ -154,7 +155,7 @@ def test_training_computes_what_rollouts_do(name: str) -> None:
     sequences = [random_sequence(config, n, p, seed=p) for n, p in ((9, 4), (30, 17), (6, 1))]
     sequences = [replace(s, drawn=np.arange(s.length) >= s.first_base + 1) for s in sequences]
     batch = collate(sequences)
-    layout = model.layout(batch)
+    layout = PairLayout(batch)
     outputs = model.unroll(embed, batch, layout, config.num_drafted)
     row = 0
     for start, s in zip(batch.starts, sequences, strict=False):
@@ -178,7 +179,7 @@ def test_gradients_of_a_block_are_those_of_plain_pytorch(name: str) -> None:
     embed, sequence = lookup_tables(config.policy)[0], random_sequence(config, 30, 17)
     batch = collate([sequence])
     given = {n: p for n, p in model.named_parameters() if not n.startswith(("markov_head", "candidate_selector"))}
-    slots = model.fill(embed, batch, model.layout(batch), np.array([5]))[0]
+    slots = model.fill(embed, batch, PairLayout(batch), np.array([5]))[0]
     base, leaves = sequence.first_base + 5, {n: weights[n].requires_grad_() for n in given}
     want = expected_slots(config, embed, leaves, int(sequence.token_ids[base]), sequence.hidden[:base])
     upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from megatron_tlt.config.drafter import DrafterSection, LossWeights
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
@@ -23,6 +23,7 @@ from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.dspark.kind import DSparkKind
 from megatron_tlt.drafters.dspark.loss import block_loss, draw_anchors
 from megatron_tlt.drafters.dspark.model import BlockModel
+from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
@@ -67,17 +68,19 @@ def text(config: BlockConfig, length: int = 26, seed: int = 0) -> HiddenStateSam
 @pytest.mark.parametrize(
     ("name", "vocab", "t"), [("dspark", 60, 0.6), ("bonus", None, 1.0), ("dflash", 60, 1.0), ("dflash2", None, 0.6)]
 )
-def test_loss_and_gradients_equal_a_loop_over_rows(name: str, vocab: int | None, t: float) -> None:
+def test_loss_and_gradients_equal_a_loop_over_rows(monkeypatch, name: str, vocab: int | None, t: float) -> None:
     config = replace(CONFIGS[name], draft_vocab_size=vocab or POLICY.vocab_size)
-    model, weights = BlockModel(config), LossWeights(ce_weight=0.7, tv_weight=0.2, step_decay=0.5)
+    for constant, value in {"_CE": 0.7, "_TV": 0.2, "_DECAY": 0.5}.items():
+        monkeypatch.setattr(f"megatron_tlt.drafters.loss.{constant}", value)
+    model = BlockModel(config)
     model.load_full(random_drafter(config).items())
     batch = collate([random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (4, 1), (34, 2), (6, 4))])
-    layout, head = model.layout(batch), TABLES[1]
+    layout, head = PairLayout(batch), TABLES[1]
     chosen, ids = draw_anchors(model, layout), model.token_ids()
     assert len(chosen) == -(-len(layout.bases) // 6)
     chosen = np.union1d(chosen, [len(layout.bases) - 1])  # a block of which the text's end leaves one position
     slots = torch.randn(len(chosen), 6, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    got, parts = block_loss(model, slots, chosen, layout, LossInputs(batch, head, head, 8, weights, t))
+    got, parts = block_loss(model, slots, chosen, layout, LossInputs(batch, head, head, 8, 0.0, t))
     rows = head if ids is None else head[ids]
     terms: list[list[torch.Tensor]] = [[] for _ in range(8)]
     for i, base in enumerate(layout.base_rows[chosen].tolist()):
@@ -113,7 +116,7 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
     sequences = [random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (34, 2))]
     t = DrafterTrainer(BlockModel(config), *TABLES, DrafterSection(draft_steps=2))
     t.model.load_full(random_drafter(config).items())
-    layout, drawn = t.model.layout(collate(sequences)), []
+    layout, drawn = PairLayout(collate(sequences)), []
     for step in range(20):
         t.model.trained_steps = step
         drawn.append(draw_anchors(t.model, layout))
@@ -122,10 +125,10 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
 
     def loss(given: list[DraftSequence], counts: list[int] | None = None) -> float:
         batch = collate(given)
-        layout = t.model.layout(batch)
+        layout = PairLayout(batch)
         chosen = np.arange(len(layout.bases))
         slots = t.model.fill(TABLES[0], batch, layout, chosen)
-        inputs = LossInputs(batch, *TABLES, 2, LossWeights(), 1.0, counts)
+        inputs = LossInputs(batch, *TABLES, 2, 0.0, 1.0, counts)
         return float(block_loss(t.model, slots, chosen, layout, inputs)[0].detach())
 
     assert sum(loss([s], counts) for s in sequences) == pytest.approx(loss(sequences), rel=1e-5)

@@ -71,10 +71,11 @@ def test_where_drafting_loses_plain_decoding_keeps_its_speed(name, running):
     assert later >= 0.95 * world.plain_speed()
 
 
-def test_trials_of_losing_drafts_become_rare_with_their_budget():
+def test_trials_of_losing_drafts_become_rare_with_their_budget(monkeypatch):
     shares = {}
     for exploration in (0.02, 0.002):
-        selector, world = CostModelSelector("trained", 8, exploration=exploration), SpecWorld(quality=0.02)
+        monkeypatch.setattr("megatron_tlt.rollout.speculation.cost_model_selector.EXPLORATION", exploration)
+        selector, world = CostModelSelector("trained", 8), SpecWorld(quality=0.02)
         world.run(selector, 5000, 4)
         shares[exploration] = 1 - world.tokens / world.clock / world.plain_speed()
     assert 0 < shares[0.002] < 0.5 * shares[0.02] < 0.5 * 0.035

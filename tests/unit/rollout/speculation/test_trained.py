@@ -18,7 +18,7 @@ def test_drafts_do_not_depend_on_how_the_prompt_came() -> None:
     caches, drafted = [], []
     for budget in (128, 17, 16, 3, 1):
         engine = speculating_engine(CONFIG, random_weights(CONFIG, seed=5), speculation=CHAIN, budget=budget)
-        engine.add(list(range(1, 41)), SamplingParams(max_tokens=40, ignore_eos=True, seed=3), 0)
+        engine.add(list(range(1, 41)), SamplingParams(max_tokens=40, ignore_eos=True, seed=3), 0, indices=[0])
         run_out(engine)
         assert engine.speculator is not None and engine.speculator.trained is not None
         caches.append(engine.speculator.trained.kv.data.clone())
