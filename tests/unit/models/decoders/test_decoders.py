@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,3 +333,19 @@ def test_builds_for_other_instruction_sets_compute_the_same(tmp_path) -> None:
     has = Path("/proc/cpuinfo").read_text().split()
     for arch in ["x86-64", *(arch for arch, flag in sets.items() if flag in has)]:
         run_one("-c", code, "-std=gnu99", "-O1", f"-march={arch}", MEGATRON_TLT_CACHE=str(tmp_path))
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("clang")), reason="takes gcc and clang")
+def test_gcc_and_clang_compute_the_same_bits(tmp_path) -> None:
+    code = (
+        "import hashlib; from megatron_tlt.models.decoders.native.decoder import keyed_sample;"
+        "from tests.unit.models.decoders.test_decoders import *;"
+        "steps = [Driver(loaded('native', c, dtype=d)).step([(0, list(range(60)))]) for c in (CONFIG, EXPERTS)"
+        " for d in (torch.float32, torch.bfloat16)];"
+        "logits = torch.cat([step.logits for step in steps]);"
+        "drawn = keyed_sample(logits, torch.ones(len(logits)), torch.arange(len(logits)));"
+        "print(*(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in (logits, *drawn)))"
+    )
+    said = [run_one("-c", code, CC=cc, MEGATRON_TLT_CACHE=str(tmp_path))[1].split()[-3:] for cc in ("gcc", "clang")]
+    assert said[0] == said[1] and len(list(tmp_path.glob("*.so"))) >= 4
