@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_tlt.config.checks.rollout import NATIVE_HEAD_DIM
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
 from megatron_tlt.models.decoders import factory
 from megatron_tlt.models.decoders.base import Shard
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.inputs import DecoderInput
-from megatron_tlt.models.decoders.native import build
+from megatron_tlt.models.decoders.native import abi, build
 from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import run_one, start_one
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
@@ -60,7 +62,7 @@ def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
 def test_without_a_compiler_a_cpu_gets_no_other_decoder_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in commands that no configuration of a run was checked for."""
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    with pytest.raises(ConfigError, match=r"rollout\.kernels = 'auto': needs a C compiler on every node.*'torch'"):
+    with pytest.raises(ConfigError, match=r"rollout\.kernels = 'auto': needs a C compiler .* on every node.*'torch'"):
         build_decoder(CONFIG)
     assert build_decoder(CONFIG, kernels="torch").kind == "torch"
 
@@ -224,20 +226,50 @@ def test_native_tensor_parallel_over_processes(tmp_path) -> None:
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stdout
 
 
+class Reducing:
+    """One of two tensor-parallel ranks, whose all-reduce raises `error`; None: there is nobody else."""
+
+    rank, size, calls = 0, 2, 0
+
+    def __init__(self, error: BaseException | None = None):
+        self.error = error
+
+    def all_reduce(self, tensor):
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+    def all_gather(self, tensor):
+        return torch.stack([tensor, tensor])
+
+
 def test_a_failing_all_reduce_is_reported_with_its_cause() -> None:
-    class Broken:
-        rank, size = 0, 2
-
-        def all_reduce(self, tensor):
-            raise RuntimeError("peer is gone")
-
-        def all_gather(self, tensor):
-            return torch.stack([tensor, tensor])
-
-    decoder = loaded("native", tp=Broken())
+    decoder = loaded("native", tp=Reducing(RuntimeError("peer is gone")))
     with pytest.raises(BackendError, match="all-reduce failed") as caught:
         Driver(decoder).step([(0, [1, 2])])
     assert "peer is gone" in str(caught.value.__cause__)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_at_entry", [False, True])
+def test_ctrl_c_in_an_all_reduce_is_not_lost(is_at_entry: bool) -> None:
+    """At the very entry of the function that C calls there is nobody whom Python could raise it to."""
+    tp = Reducing(None if is_at_entry else KeyboardInterrupt())
+    driver = Driver(loaded("native", tp=tp))
+
+    def interrupt(frame, event, argument) -> None:
+        if event == "call" and frame.f_code.co_name == "_reduce" and tp.calls == 1:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            driver.step([(0, [1, 2])])
+    finally:
+        sys.setprofile(None)
+    assert tp.calls == 1, "no layer goes on without its sum"
+    tp.error = None
+    assert driver.step([(1, [1, 2])]).logits.isfinite().all()
 
 
 def test_shapes_that_cannot_be_sharded_are_refused() -> None:
@@ -289,6 +321,9 @@ def test_what_the_native_decoder_cannot_run_is_refused() -> None:
         decoder.forward(DecoderInput(ints, ints, ints, ints, ints, ints[None], ints), decoder.new_kv_cache(4, 16))
     with pytest.raises(ConfigError, match="CPU only"):
         build_decoder(CONFIG, "cuda", kernels="native")
+    with pytest.raises(ConfigError, match="head_dim = 258: must be at most 256"):
+        build_decoder(replace(CONFIG, head_dim=258), kernels="native")
+    assert f"#define TLT_MAX_HEAD_DIM {NATIVE_HEAD_DIM}\n" in (build.SOURCE_DIR / "tlt.h").read_text()
 
 
 def test_many_processes_build_once(tmp_path) -> None:
@@ -313,6 +348,20 @@ def test_a_home_without_locks_or_no_home_at_all_ends_no_build(tmp_path, monkeypa
     monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(build, "_compile", lambda compiler, options, target: target.touch())
     assert build.library_path.__wrapped__().parent.parent == tmp_path
+
+
+def test_a_full_disk_and_a_damaged_library_say_what_to_do(tmp_path, monkeypatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(build.tempfile, "mkstemp", refuse)
+    with pytest.raises(BackendError, match=r"Disk quota exceeded; set MEGATRON_TLT_CACHE"):
+        build.library_path.__wrapped__()
+    (tmp_path / "empty.so").touch()
+    monkeypatch.setattr(abi, "library_path", lambda options: tmp_path / "empty.so")
+    with pytest.raises(BackendError, match=r"empty\.so: file too short; delete that file"):
+        abi.library.__wrapped__()
 
 
 @pytest.mark.ci
