@@ -1,5 +1,5 @@
 # `make quickstart` trains the demo policy; `make test` runs every check. Both make .venv first, once.
-# Needs make, Python 3.11 or 3.12 with venv and headers (python3-venv, python3-dev), and a C compiler. PYTHON=... chooses the interpreter.
+# Needs make, Python 3.11 or 3.12 with venv and headers (python3-venv, python3-dev), and a C compiler (gcc 9 or later, or clang). PYTHON=... chooses the interpreter.
 # All paths are relative: make cannot handle a directory with spaces otherwise.
 
 SHELL := /bin/bash

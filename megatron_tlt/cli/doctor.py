@@ -1,4 +1,4 @@
-"""`megatron-tlt doctor`: what this machine lacks to run, and how to get it. Changes nothing."""
+"""`megatron-tlt doctor`: what this machine lacks to run, and how to get it. Writes the cache of `build.py` only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 from megatron_tlt.cli.exit_codes import FAILED, OK
 from megatron_tlt.distributed.launch import ON_THIS_MACHINE
 from megatron_tlt.distributed.processors import cpu_lines
-from megatron_tlt.models.decoders.native.build import find_compiler, missing_for_triton
+from megatron_tlt.errors import BackendError
+from megatron_tlt.models.decoders.native.build import BF16, COMPILERS, find_compiler, library_path, missing_for_triton
 
 LIBRARIES = ("megatron-core", "mpi4py", "transformers", "numpy", "pydantic")
 TRANSFORMER_ENGINE = "2.9", "2.12"  # from and below: the extra "dev" of megatron-core 0.16.1's metadata
@@ -48,7 +49,8 @@ class Finding(NamedTuple):
 def add_doctor(commands: Any) -> None:
     """Adds the command to the parser."""
     text = "say what this machine lacks to run, and how to get it"
-    command = commands.add_parser("doctor", help=text, description=f"{text}. Starts two ranks, changes nothing.")
+    does = "Starts two ranks, compiles the decoder in C into its cache, changes nothing else."
+    command = commands.add_parser("doctor", help=text, description=f"{text}. {does}")
     command.add_argument("--run-dir", type=Path, default=Path("runs"), help="where runs will go (default: runs)")
     command.add_argument("--launcher", help="what starts two ranks (default: mpiexec -n 2)")
     command.set_defaults(run=_doctor)
@@ -105,14 +107,22 @@ def check_software(has_gpu: bool) -> Iterator[Finding]:
 
 
 def check_compiler(has_gpu: bool) -> Finding:
-    """A C compiler, and beside a GPU Python's headers: for the decoder in C, and for Triton."""
-    compiler = find_compiler()
+    """A C compiler that builds the decoder in C, and beside a GPU Python's headers: Triton needs both."""
     if has_gpu and (missing := missing_for_triton()) is not None:
         return Finding(
             "C compiler", "FAILED", missing, "apt-get install gcc python3-dev, on every node: Triton needs both"
         )
-    hint = "apt-get install gcc, on every node; without: rollout.kernels=torch (slow; TLT may change bits)"
-    return Finding("C compiler", "ok" if compiler else "warning", compiler or "no cc, gcc or clang", hint)
+    hint = (
+        f"apt-get install gcc ({COMPILERS}), on every node; without: rollout.kernels=torch (slow; TLT may change bits)"
+    )
+    try:
+        for options in ((), BF16):
+            library_path(options)
+    except BackendError as error:
+        first, *said = str(error).splitlines()
+        wrong = [line.strip() for line in said if "error:" in line.lower()][:1]
+        return Finding("C compiler", "warning", " ".join([first, *wrong]), hint)
+    return Finding("C compiler", "ok", str(find_compiler()), hint)
 
 
 def check_torch(has_gpu: bool) -> Finding:

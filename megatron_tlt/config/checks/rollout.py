@@ -8,7 +8,7 @@ from megatron_tlt.config.planning.engine import least_cache_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
-_NATIVE_HEAD_DIM = 256  # most of the native decoder (models/decoders/native/parts.py)
+NATIVE_HEAD_DIM = 256  # most of the native decoder: TLT_MAX_HEAD_DIM of its csrc/tlt.h
 _GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/decoders/torch/experts.py)
 
 
@@ -41,8 +41,8 @@ def _check_native(config: Config, shape: ArchitectureConfig | None, device: Devi
         yield ConfigProblem("rollout.kernels", "native", allowed)
     if not _is_native(config, device):
         return
-    if shape is not None and shape.head_dim > _NATIVE_HEAD_DIM:
-        allowed = f"must be 'torch' for heads of {shape.head_dim}: the native decoder has at most {_NATIVE_HEAD_DIM}"
+    if shape is not None and shape.head_dim > NATIVE_HEAD_DIM:
+        allowed = f"must be 'torch' for heads of {shape.head_dim}: the native decoder has at most {NATIVE_HEAD_DIM}"
         yield ConfigProblem("rollout.kernels", rollout.kernels, allowed)
 
 

@@ -57,7 +57,7 @@ class NativeEagle(DrafterDecoder):
 
     def __init__(self, policy: NativeDecoder, config: DrafterConfig, threads: int = 1):
         """The policy's embedding and LM head are read where they are, so it must stay alive. Raises BackendError for a
-        decoder that returns other layers.
+        decoder that returns other layers, ConfigError for heads that C has no room for.
         """
         config.check_states(policy.aux_layers)
         self.policy, self.threads = policy, max(1, threads)

@@ -41,26 +41,34 @@ def test_gpus_that_the_environment_hides_are_not_looked_for(program, monkeypatch
     assert found.status == "absent" and "CUDA_VISIBLE_DEVICES" in found.detail
 
 
+OLD = 'case "$*" in *TLT_BF16*) echo "x.s:7: Error: no such instruction: vdpbf16ps" >&2; exit 1 ;; esac'
+
+
 @pytest.mark.parametrize(
-    ("programs", "has_gpu", "status", "said"),
+    ("gcc", "has_gpu", "status", "said"),
     [
-        ("gcc", True, "ok", "gcc"),
-        ("gcc", True, "FAILED", "Python.h"),
-        ("", True, "FAILED", "no gcc or clang on PATH"),
-        ("", False, "warning", "no cc, gcc or clang"),
+        ("", True, "ok", "gcc"),
+        ("", True, "FAILED", "Python.h"),
+        (None, True, "FAILED", "no gcc or clang on PATH"),
+        (None, False, "warning", "no cc, gcc or clang"),
+        (OLD, False, "warning", "gcc 9 or later, or clang, with an assembler of its time"),
+        (OLD, False, "warning", "x.s:7: Error: no such instruction"),
     ],
 )
-def test_triton_needs_a_compiler_and_headers_beside_a_gpu(programs, has_gpu, status, said, tmp_path, monkeypatch):
-    for name in programs.split():
-        (tmp_path / name).touch(0o755)
+def test_a_compiler_builds_the_decoder_and_has_headers_for_triton(gcc, has_gpu, status, said, tmp_path, monkeypatch):
+    if gcc is not None:
+        (tmp_path / "gcc").write_text(f"#!/bin/sh\n{gcc}\n")
+        (tmp_path / "gcc").chmod(0o755)
     if said != "Python.h":
         (tmp_path / "Python.h").touch()
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(build.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
-    monkeypatch.setattr(doctor, "find_compiler", build.find_compiler.__wrapped__)  # nothing is remembered
+    for module, name in ((build, "find_compiler"), (doctor, "find_compiler"), (doctor, "library_path")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # nothing is remembered
     found = doctor.check_compiler(has_gpu)
-    assert found.status == status and said in found.detail
+    assert found.status == status and said in found.detail and "\n" not in found.detail
 
 
 @pytest.mark.parametrize(("device", "status"), [(["nvidia0"], "FAILED"), ([], "absent")])

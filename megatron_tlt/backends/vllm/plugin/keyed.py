@@ -12,6 +12,7 @@ Legend: B requests of a step, T rows of logits, V vocabulary, K longest draft.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,16 @@ from megatron_tlt.backends.drafting import StepDrafting, chains
 from megatron_tlt.backends.token_drafts import Began
 from megatron_tlt.backends.vllm.plugin import compat
 from megatron_tlt.config.planning.engine import FP32_AT_ONCE
+from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.factory import sample_kernel
 from megatron_tlt.models.decoders.keys import row_keys
-from megatron_tlt.models.decoders.native.build import find_compiler
+from megatron_tlt.models.decoders.native.abi import library
 from megatron_tlt.models.decoders.native.decoder import keyed_sample
 from megatron_tlt.models.decoders.torch.transfer import upload
 from megatron_tlt.rollout.sampler import NativeSample, Sampler, SamplingRows
 from megatron_tlt.rollout.speculation.verify import accept_matches
+
+_log = logging.getLogger(__name__)
 
 # In `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id, start]. The last `start` tokens of
 # the request's prompt are its response's earlier turns: positions count on from there. Under `EARLIER`: the response
@@ -168,8 +172,13 @@ def follow(drawn: np.ndarray, drafted: np.ndarray, tokens: np.ndarray) -> tuple[
 
 
 def _native_sample(device: torch.device) -> NativeSample | None:
-    """The sampler in C, on CPUs with a compiler: the same draws in a tenth of PyTorch's time."""
-    if device.type != "cpu" or find_compiler() is None:
+    """The sampler in C, on CPUs whose compiler builds it: the same draws in a tenth of PyTorch's time."""
+    if device.type != "cpu":
+        return None
+    try:
+        library()
+    except BackendError as error:
+        _log.warning("PyTorch draws the tokens, slower: %s", str(error).partition("\n")[0])
         return None
     return partial(keyed_sample, threads=torch.get_num_threads())
 

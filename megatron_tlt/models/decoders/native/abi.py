@@ -13,12 +13,13 @@ import numpy as np
 
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.base import MOST_AUX_LAYERS
-from megatron_tlt.models.decoders.native.build import library_path
+from megatron_tlt.models.decoders.native.build import BF16, CACHE_VARIABLE, library_path
 
 _log = logging.getLogger(__name__)
 
-AllReduce = ctypes.CFUNCTYPE(c_int, c_void_p, c_int64)
+AllReduce = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
 
+REDUCE_FAILED = 7
 ERRORS = {
     1: "a token id outside the vocabulary",
     2: "a position outside the rotary table (longer than max_position_embeddings?)",
@@ -26,7 +27,7 @@ ERRORS = {
     4: "a block table that is too short or names a block outside the KV cache",
     5: "a logit row outside the batch, or not above the one before",
     6: "query_start does not cover the rows, or a shape the native decoder cannot hold",
-    7: "the tensor-parallel all-reduce failed",
+    REDUCE_FAILED: "the tensor-parallel all-reduce failed",
     8: "no memory left",
 }
 
@@ -55,6 +56,7 @@ class TltModel(Structure):
         ("aux", c_int32 * MOST_AUX_LAYERS),
         *fields_of(c_int32, "experts topk expert_inter shared_inter renormalise route_bytes"),
         ("eps", c_float),
+        ("reduced", c_int64),
         *fields_of(c_void_p, "rope embed head final_norm"),
         ("layer", POINTER(TltLayer)),
         *fields_of(c_void_p, "resid part qkv_out x q att mid units"),
@@ -135,10 +137,10 @@ def library(bf16: bool = False) -> ctypes.CDLL:
     """
     if not bf16:
         return _load(())
-    lib = _load(("-DTLT_BF16",))
+    lib = _load(BF16)
     if lib.tlt_prepare():
         _log.warning("the system refuses the tiles of AMX: bf16 is computed without them")
-        lib = _load(("-DTLT_BF16", "-mno-amx-bf16"))
+        lib = _load((*BF16, "-mno-amx-bf16"))
     _log.info("native decoder: bf16 by %s", lib.tlt_form().decode())
     return lib
 
@@ -148,7 +150,8 @@ def _load(options: tuple[str, ...]) -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as e:
-        raise BackendError(f"cannot load the native decoder {path}: {e}") from e
+        mend = f"delete that file, which is then built again, or set {CACHE_VARIABLE} to another directory"
+        raise BackendError(f"cannot load the native decoder: {e}; {mend}") from e
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, f"tlt_{name}")
         function.restype, function.argtypes = result, arguments

@@ -25,6 +25,8 @@ from megatron_tlt.observe.log import announced
 
 SOURCE_DIR = Path(__file__).with_name("csrc")
 FLAGS = ("-std=gnu99", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
+BF16 = ("-DTLT_BF16",)  # options of the library that computes with bf16 numbers
+COMPILERS = "gcc 9 or later, or clang"  # __builtin_convertvector
 CACHE_VARIABLE = "MEGATRON_TLT_CACHE"
 
 
@@ -41,7 +43,7 @@ def missing_for_native() -> str | None:
     """What this machine lacks for the native decoder, in the words of a problem of `rollout.kernels`. None: nothing."""
     if find_compiler() is not None:
         return None
-    needs = "needs a C compiler on every node: no cc, gcc or clang on PATH"
+    needs = f"needs a C compiler ({COMPILERS}) on every node: no cc, gcc or clang on PATH"
     return f"{needs}; 'torch' does without, slower, and TLT on and off need not give the same bits then"
 
 
@@ -58,15 +60,22 @@ def missing_for_triton() -> str | None:
 
 @cache
 def library_path(options: tuple[str, ...] = ()) -> Path:
-    """Path of the library compiled with FLAGS and `options`, built now if it is not cached. Raises BackendError if it
-    cannot be built.
+    """Path of the library compiled with FLAGS and `options`, built now if it is not cached, which takes seconds. Raises
+    BackendError if it cannot be built.
     """
     compiler = find_compiler()
     if compiler is None:
         raise BackendError(
-            "kernels=native needs a C compiler: no cc, gcc or clang on PATH (install gcc, or choose kernels=torch)"
+            f"no cc, gcc or clang on PATH: kernels=native needs a C compiler ({COMPILERS}), kernels=torch does without"
         )
-    target = _cache_dir() / f"native-{_key(compiler, options)}.so"
+    try:
+        return _built(compiler, options, _cache_dir() / f"native-{_key(compiler, options)}.so")
+    except OSError as error:  # a full disk or quota
+        where = f"set {CACHE_VARIABLE} to a directory with room for it"
+        raise BackendError(f"cannot build the native decoder: {error}; {where}") from error
+
+
+def _built(compiler: str, options: tuple[str, ...], target: Path) -> Path:
     if target.exists():
         return target
     expected = "once on this machine, some seconds"
@@ -87,7 +96,8 @@ def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
             [compiler, *FLAGS, *options, *sources, "-o", name, "-lm"], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            raise BackendError(f"{compiler} could not build the native decoder:\n{done.stderr[-4000:]}")
+            can = f"{COMPILERS}, with an assembler of its time, can; kernels=torch does without"
+            raise BackendError(f"{compiler} cannot build the native decoder ({can}):\n{done.stderr[-4000:]}")
         os.chmod(name, 0o755)
         os.replace(name, target)
     finally:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
-from megatron_tlt.errors import BackendError, ConfigError
+from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders.base import (
     KVCache,
     NamedTensors,
@@ -25,9 +25,8 @@ from megatron_tlt.models.decoders.base import (
     split_name,
 )
 from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput
-from megatron_tlt.models.decoders.native.abi import ERRORS, TltStep, library
+from megatron_tlt.models.decoders.native.abi import ERRORS, REDUCE_FAILED, TltStep, library
 from megatron_tlt.models.decoders.native.parts import (
-    MAX_HEAD_DIM,
     Forward,
     PackedLayers,
     Packer,
@@ -64,8 +63,6 @@ class NativeDecoder:
         """`aux_layers`: see `base.Decoder`, at most 16. Raises BackendError without a C compiler, ConfigError for
         a head or TP size that it does not support.
         """
-        if config.head_dim > MAX_HEAD_DIM:
-            raise ConfigError.of("head_dim", config.head_dim, f"must be at most {MAX_HEAD_DIM} in the native decoder")
         self.dtype, self.config = dtype, config
         self._lib = library(dtype == torch.bfloat16)
         self.threads = max(1, threads)
@@ -142,8 +139,8 @@ class NativeDecoder:
     # -- forward --------------------------------------------------------------------------------------------
 
     def forward(self, batch: DecoderInput, kv: KVCache) -> DecoderOutput:
-        """Raises BackendError for weights that are missing and for numbers outside their range. The batch's tensors are
-        contiguous int32 on CPU.
+        """Raises BackendError for weights that are missing, for numbers outside their range and for an all-reduce that
+        failed, KeyboardInterrupt after Ctrl-C in one. The batch's tensors are contiguous int32 on CPU.
         """
         if not self._ledger.complete:
             raise BackendError("forward before all weights were loaded")
@@ -158,6 +155,9 @@ class NativeDecoder:
         forward = self._forward
         if code := self._lib.tlt_forward(forward.model, step, self.threads, forward.all_reduce):
             error, forward.reduce_error = forward.reduce_error, None
+            if code == REDUCE_FAILED and not isinstance(error, Exception):
+                # None: Ctrl-C at the callback's entry, where Python can raise it to nobody and drops it.
+                raise error or KeyboardInterrupt
             raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
         return DecoderOutput(logits, hidden, routed_experts)
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_tlt.config.checks.rollout import NATIVE_HEAD_DIM
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
+from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import KVCache, Shard
 from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.native.abi import AllReduce, TltLayer, TltModel, TltStep, library
@@ -21,7 +23,6 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.experts import route_type, route_width
 
 TILE = 16  # cached positions in a tile: block sizes are multiples of it
-MAX_HEAD_DIM = 256
 MAX_ROWS = 256  # rows computed together; longer batches are walked in chunks of this many
 _LINE = 64  # bytes of a cache line
 _PANELS_AT_ONCE = 64  # packed together: bounds the converted copy of a large weight
@@ -172,6 +173,10 @@ class Forward:
     """A model's structure in C with its buffers, its rotary table and its all-reduce."""
 
     def __init__(self, config: ModelConfig, shard: Shard, tp: TensorParallel | None, layers: PackedLayers):
+        """Raises ConfigError for heads that C has no room for."""
+        if config.head_dim > NATIVE_HEAD_DIM:
+            allowed = f"must be at most {NATIVE_HEAD_DIM} in the native decoder"
+            raise ConfigError.of("head_dim", config.head_dim, allowed)
         self._tp, dtype = tp, layers.extra.dtype
         self._keep: list[Any] = [layers]  # owners of the memory that the structures point into
         self.reduce_error: BaseException | None = None  # why the last all-reduce failed
@@ -227,15 +232,16 @@ class Forward:
         self._keep.append(torch.zeros(MAX_ROWS * columns + 64, dtype=dtype))
         return int(self._keep[-1].data_ptr())
 
-    def _reduce(self, _address: int, count: int) -> int:
-        """Called from C on the calling thread, between two barriers. Returns 1 after an exception, which it keeps."""
+    def _reduce(self, _address: int, count: int) -> None:
+        """Called from C on the calling thread, between two barriers. An exception is kept, and the sum not counted; of
+        one before the `try`, as Ctrl-C can be, nothing is kept.
+        """
         assert self._tp is not None
         try:
             self._tp.all_reduce(self._part[:count])
+            self.model.reduced += 1
         except BaseException as e:  # noqa: BLE001  # C cannot unwind Python; the caller raises it again
             self.reduce_error = e
-            return 1
-        return 0
 
 
 def kv_bytes_per_block(config: ModelConfig, shard: Shard, block_size: int, dtype: torch.dtype) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_tlt.backends.vllm.plugin import compat, keyed
 from megatron_tlt.backends.vllm.plugin.keyed import KeyedSampling, follow
+from megatron_tlt.errors import BackendError
 
 
 def by_hand(tokens: list[int], drafts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -119,3 +120,18 @@ def test_a_verifying_step_waits_for_the_device_once_and_copies_its_tokens_up_onc
     out = verify([[0, 0], [1]] * 8)
     assert moves == ["down", "up", "to"], "the copy of `upload`"
     assert out.tolist() == [[0, 0, 0], [0, -1, -1]] * 8
+
+
+def test_pytorch_draws_where_the_sampler_in_c_cannot_be_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a compiler that is too old, which an engine's process finds at its start."""
+
+    def refuse() -> None:
+        raise BackendError("gcc cannot build it:\nerror: unknown type")
+
+    monkeypatch.setattr(keyed, "library", refuse)
+    assert keyed._native_sample(torch.device("cpu")) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "PyTorch draws the tokens, slower: gcc cannot build it:"
+    ]

@@ -13,7 +13,7 @@ from megatron_tlt.drafters.decoder import BUCKETS, DEPTHS, DrafterDecoder
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.errors import BackendError, CheckpointError
+from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
 from megatron_tlt.models.decoders import keyed_noise
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
@@ -331,3 +331,11 @@ def test_native_refuses_what_it_cannot_read() -> None:
         rows.draft(2)
     with pytest.raises(BackendError, match="slot outside"):
         rows.feed(0, 1, 3)
+
+
+def test_heads_that_c_has_no_room_for_are_refused() -> None:
+    """A published drafter's may be wider than its policy's."""
+    drafter = drafter_config(CONFIGS["eagle3"])
+    policy = build_decoder(CONFIGS["eagle3"], kernels="native", aux_layers=drafter.aux_layers)
+    with pytest.raises(ConfigError, match="head_dim = 258: must be at most 256"):
+        KINDS["eagle3"].build_decoder(policy, replace(drafter, layer=replace(drafter.layer, head_dim=258)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_tlt.config.checks.rollout import NATIVE_HEAD_DIM
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
 from megatron_tlt.models.decoders import factory
 from megatron_tlt.models.decoders.base import Shard
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.decoders.inputs import DecoderInput
-from megatron_tlt.models.decoders.native import build
+from megatron_tlt.models.decoders.native import abi, build
 from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import run_one, start_one
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
@@ -59,7 +62,7 @@ def test_a_head_dimension_whose_tiles_do_not_fit_is_refused(
 def test_without_a_compiler_a_cpu_gets_no_other_decoder_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in commands that no configuration of a run was checked for."""
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    with pytest.raises(ConfigError, match=r"rollout\.kernels = 'auto': needs a C compiler on every node.*'torch'"):
+    with pytest.raises(ConfigError, match=r"rollout\.kernels = 'auto': needs a C compiler .* on every node.*'torch'"):
         build_decoder(CONFIG)
     assert build_decoder(CONFIG, kernels="torch").kind == "torch"
 
@@ -223,20 +226,50 @@ def test_native_tensor_parallel_over_processes(tmp_path) -> None:
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].stdout
 
 
+class Reducing:
+    """One of two tensor-parallel ranks, whose all-reduce raises `error`; None: there is nobody else."""
+
+    rank, size, calls = 0, 2, 0
+
+    def __init__(self, error: BaseException | None = None):
+        self.error = error
+
+    def all_reduce(self, tensor):
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+    def all_gather(self, tensor):
+        return torch.stack([tensor, tensor])
+
+
 def test_a_failing_all_reduce_is_reported_with_its_cause() -> None:
-    class Broken:
-        rank, size = 0, 2
-
-        def all_reduce(self, tensor):
-            raise RuntimeError("peer is gone")
-
-        def all_gather(self, tensor):
-            return torch.stack([tensor, tensor])
-
-    decoder = loaded("native", tp=Broken())
+    decoder = loaded("native", tp=Reducing(RuntimeError("peer is gone")))
     with pytest.raises(BackendError, match="all-reduce failed") as caught:
         Driver(decoder).step([(0, [1, 2])])
     assert "peer is gone" in str(caught.value.__cause__)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("is_at_entry", [False, True])
+def test_ctrl_c_in_an_all_reduce_is_not_lost(is_at_entry: bool) -> None:
+    """At the very entry of the function that C calls there is nobody whom Python could raise it to."""
+    tp = Reducing(None if is_at_entry else KeyboardInterrupt())
+    driver = Driver(loaded("native", tp=tp))
+
+    def interrupt(frame, event, argument) -> None:
+        if event == "call" and frame.f_code.co_name == "_reduce" and tp.calls == 1:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            driver.step([(0, [1, 2])])
+    finally:
+        sys.setprofile(None)
+    assert tp.calls == 1, "no layer goes on without its sum"
+    tp.error = None
+    assert driver.step([(1, [1, 2])]).logits.isfinite().all()
 
 
 def test_shapes_that_cannot_be_sharded_are_refused() -> None:
@@ -288,6 +321,9 @@ def test_what_the_native_decoder_cannot_run_is_refused() -> None:
         decoder.forward(DecoderInput(ints, ints, ints, ints, ints, ints[None], ints), decoder.new_kv_cache(4, 16))
     with pytest.raises(ConfigError, match="CPU only"):
         build_decoder(CONFIG, "cuda", kernels="native")
+    with pytest.raises(ConfigError, match="head_dim = 258: must be at most 256"):
+        build_decoder(replace(CONFIG, head_dim=258), kernels="native")
+    assert f"#define TLT_MAX_HEAD_DIM {NATIVE_HEAD_DIM}\n" in (build.SOURCE_DIR / "tlt.h").read_text()
 
 
 def test_many_processes_build_once(tmp_path) -> None:
@@ -314,6 +350,20 @@ def test_a_home_without_locks_or_no_home_at_all_ends_no_build(tmp_path, monkeypa
     assert build.library_path.__wrapped__().parent.parent == tmp_path
 
 
+def test_a_full_disk_and_a_damaged_library_say_what_to_do(tmp_path, monkeypatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(build.tempfile, "mkstemp", refuse)
+    with pytest.raises(BackendError, match=r"Disk quota exceeded; set MEGATRON_TLT_CACHE"):
+        build.library_path.__wrapped__()
+    (tmp_path / "empty.so").touch()
+    monkeypatch.setattr(abi, "library_path", lambda options: tmp_path / "empty.so")
+    with pytest.raises(BackendError, match=r"empty\.so: file too short; delete that file"):
+        abi.library.__wrapped__()
+
+
 @pytest.mark.ci
 def test_builds_for_other_instruction_sets_compute_the_same(tmp_path) -> None:
     """Those of this CPU below its own, which every other test has."""
@@ -332,3 +382,19 @@ def test_builds_for_other_instruction_sets_compute_the_same(tmp_path) -> None:
     has = Path("/proc/cpuinfo").read_text().split()
     for arch in ["x86-64", *(arch for arch, flag in sets.items() if flag in has)]:
         run_one("-c", code, "-std=gnu99", "-O1", f"-march={arch}", MEGATRON_TLT_CACHE=str(tmp_path))
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("clang")), reason="takes gcc and clang")
+def test_gcc_and_clang_compute_the_same_bits(tmp_path) -> None:
+    code = (
+        "import hashlib; from megatron_tlt.models.decoders.native.decoder import keyed_sample;"
+        "from tests.unit.models.decoders.test_decoders import *;"
+        "steps = [Driver(loaded('native', c, dtype=d)).step([(0, list(range(60)))]) for c in (CONFIG, EXPERTS)"
+        " for d in (torch.float32, torch.bfloat16)];"
+        "logits = torch.cat([step.logits for step in steps]);"
+        "drawn = keyed_sample(logits, torch.ones(len(logits)), torch.arange(len(logits)));"
+        "print(*(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in (logits, *drawn)))"
+    )
+    said = [run_one("-c", code, CC=cc, MEGATRON_TLT_CACHE=str(tmp_path))[1].split()[-3:] for cc in ("gcc", "clang")]
+    assert said[0] == said[1] and len(list(tmp_path.glob("*.so"))) >= 4

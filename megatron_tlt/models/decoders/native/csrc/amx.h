@@ -4,7 +4,8 @@
 
 #include "numbers.h"
 
-#if defined(TLT_BF16) && VW == 16 && (defined(__AMX_BF16__) || defined(TLT_EMULATE))
+/* __AMXBF16__ is the name of clang 14. */
+#if defined(TLT_BF16) && VW == 16 && (defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(TLT_EMULATE))
 #define TLT_AMX 1
 #else
 #define TLT_AMX 0

@@ -131,7 +131,11 @@ static void norm_unit(void *arg, long row) {
 
 /* Ends a half layer: the sum over the ranks, the residual, the norm with `weight` (NULL: none). */
 static void finish_half(Run *r, const float *weight) {
-    if (r->m->tp > 1 && r->all_reduce(r->m->part, r->rows * r->hp)) r->failed = 1;
+    if (r->m->tp > 1) {
+        const int64_t before = r->m->reduced;
+        r->all_reduce(r->m->part, r->rows * r->hp);
+        r->failed = r->m->reduced == before;
+    }
     r->norm = weight;
     if (weight || r->m->tp > 1) tlt_parallel(r->rows, norm_unit, r);
 }

@@ -26,7 +26,10 @@ INLINE long state_width(const TltModel *m) { return (m->aux_count + 1L) * m->hid
 
 INLINE long pad64(long n) { return (n + 63) / 64 * 64; }
 
-/* Everything that could make C read or write outside its memory. See step.c. */
+/* A step's shape, and token, position and slot of each row: what the policy and its drafter have in common. */
+int tlt_check_rows(const TltModel *m, const TltStep *s, int32_t vocab);
+
+/* Everything of a step of the policy that could make C read or write outside its memory. See step.c. */
 int tlt_check_step(const TltModel *m, const TltStep *s);
 
 /* Cuts the chunk into attention units: up to MR / (query heads per kv head) rows of one sequence. */

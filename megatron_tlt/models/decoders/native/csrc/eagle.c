@@ -111,24 +111,21 @@ static void cache_pairs(EagleRun *g) {
     }
 }
 
-static int check_pairs(const TltEagle *e, const TltPairs *p) {
-    const TltModel *m = &e->model;
+static int check_pairs(const TltEagle *e, const TltPairs *p, const TltStep *s) {
     const long slots = (long)p->num_blocks * p->block_size;
-    if (p->block_size < TILE || p->block_size % TILE) return TLT_BAD_SHAPE;
-    for (long i = 0; i < p->count; i++) {
-        if (p->tokens[i] < 0 || p->tokens[i] >= e->vocab) return TLT_BAD_TOKEN;
-        if (p->positions[i] < 1 || p->positions[i] >= m->rope_len) return TLT_BAD_POSITION;
-        if (p->slots[i] < 0 || p->slots[i] >= slots) return TLT_BAD_SLOT;
+    const int bad = tlt_check_rows(&e->model, s, e->vocab);
+    for (long i = 0; i < p->count && !bad; i++) {
+        if (p->positions[i] < 1) return TLT_BAD_POSITION; /* has no state before it */
         if (p->state_slots[i] < 0 || p->state_slots[i] >= slots) return TLT_BAD_SLOT;
     }
-    return TLT_OK;
+    return bad;
 }
 
 int tlt_eagle_feed(const TltEagle *e, const TltPairs *p, int threads) {
-    const int bad = check_pairs(e, p);
-    if (bad) return bad;
     const TltStep s = {.tokens = p->count, .num_blocks = p->num_blocks, .block_size = p->block_size,
                        .token_ids = p->tokens, .positions = p->positions, .slots = p->slots, .kv = p->kv};
+    const int bad = check_pairs(e, p, &s);
+    if (bad) return bad;
     EagleRun g = {.e = e, .states = p->pages, .state_of = p->state_slots};
     set_up(&g, &s, threads);
     tlt_team_open(threads);

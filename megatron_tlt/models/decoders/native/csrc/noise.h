@@ -20,7 +20,7 @@ typedef uint64_t vq __attribute__((vector_size(VW * 4))); /* half as many number
     z_ = (z_ ^ (z_ >> 27)) * 0x94D049BB133111EBull; \
     z_ ^ (z_ >> 31); \
 })
-#define TOKEN_STEP 0x9E3779B97F4A7C15ull
+#define TOKEN_STEP ((uint64_t)0x9E3779B97F4A7C15) /* no unsigned long long, which clang adds to no vector of uint64_t */
 
 INLINE uint64_t row_key(uint64_t request_key, int64_t position) {
     return MIX(request_key ^ (uint64_t)position * 0xE7037ED1A0B428DBull);

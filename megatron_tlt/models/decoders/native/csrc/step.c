@@ -2,14 +2,14 @@
 #include "attention.h"
 #include "decoder.h"
 
-static int check_rows(const TltModel *m, const TltStep *s) {
+int tlt_check_rows(const TltModel *m, const TltStep *s, int32_t vocab) {
+    if (s->block_size < TILE || s->block_size % TILE) return TLT_BAD_SHAPE;
+    if (m->head_dim > TLT_MAX_HEAD_DIM || m->head_dim % 2 || m->hidden % 2) return TLT_BAD_SHAPE;
     for (long i = 0; i < s->tokens; i++) {
-        if (s->token_ids[i] < 0 || s->token_ids[i] >= m->vocab) return TLT_BAD_TOKEN;
+        if (s->token_ids[i] < 0 || s->token_ids[i] >= vocab) return TLT_BAD_TOKEN;
         if (s->positions[i] < 0 || s->positions[i] >= m->rope_len) return TLT_BAD_POSITION;
         if (s->slots[i] < 0 || s->slots[i] >= (long)s->num_blocks * s->block_size) return TLT_BAD_SLOT;
     }
-    for (long i = 0; i < s->logits_rows; i++)
-        if (s->logit_rows[i] < (i ? s->logit_rows[i - 1] + 1 : 0) || s->logit_rows[i] >= s->tokens) return TLT_BAD_ROW;
     return TLT_OK;
 }
 
@@ -28,10 +28,10 @@ static int check_sequence(const TltStep *s, long seq) {
 }
 
 int tlt_check_step(const TltModel *m, const TltStep *s) {
-    if (s->block_size < TILE || s->block_size % TILE) return TLT_BAD_SHAPE;
-    if (m->head_dim > TLT_MAX_HEAD_DIM || m->head_dim % 2 || m->hidden % 2) return TLT_BAD_SHAPE;
     if (s->query_start[0] != 0 || s->query_start[s->seqs] != s->tokens) return TLT_BAD_SHAPE;
-    int bad = check_rows(m, s);
+    int bad = tlt_check_rows(m, s, m->vocab);
+    for (long i = 0; i < s->logits_rows && !bad; i++)
+        if (s->logit_rows[i] < (i ? s->logit_rows[i - 1] + 1 : 0) || s->logit_rows[i] >= s->tokens) bad = TLT_BAD_ROW;
     for (long seq = 0; seq < s->seqs && !bad; seq++) bad = check_sequence(s, seq);
     return bad;
 }

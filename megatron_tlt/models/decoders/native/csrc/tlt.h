@@ -41,6 +41,7 @@ typedef struct {
     int32_t experts, topk, expert_inter, shared_inter; /* E, k, F, the shared expert's width or 0; E 0: none */
     int32_t renormalise, route_bytes; /* whether a row's gates sum to 1; bytes of its routed_experts over all layers */
     float eps;
+    int64_t reduced;         /* all-reduces that are done, by TltAllReduce */
     const float *rope;       /* [rope_len][D]: D/2 cosines, then D/2 sines */
     const num *embed;        /* [V][H] row-major */
     const num *head;         /* packed panels */
@@ -68,8 +69,9 @@ typedef struct {
     void *routed_experts;     /* [T][layers with experts][k] experts of each row, uint8 if E <= 256 else int16; or NULL */
 } TltStep;
 
-/* Sums buf[count] over the tensor-parallel ranks in place; returns non-zero on failure. */
-typedef int (*TltAllReduce)(float *buf, int64_t count);
+/* Sums buf[count] over the tensor-parallel ranks in place, and then counts it in the model's `reduced`. It returns nothing: an
+ * exception at the entry of Python's function would leave the result of the call undefined. */
+typedef void (*TltAllReduce)(float *buf, int64_t count);
 
 enum {
     TLT_OK = 0,
