@@ -201,15 +201,6 @@ def test_a_file_of_endless_values_is_refused_at_once(text, said):
         parse_yaml(text, "x.yaml")
 
 
-def test_true_is_no_number():
-    """Before, `train.num_steps=true` was a run of one step."""
-    with pytest.raises(ConfigError, match=r"train\.num_steps = 'true': must be integer > 0"):
-        load_config(QUICKSTART, ["train.num_steps=true"])
-    with pytest.raises(ConfigError, match=r"optimizer\.lr = 'true'"):
-        load_config(QUICKSTART, ["optimizer.lr=true"])
-    assert load_config(QUICKSTART, ["observe.tensorboard=false"])
-
-
 def test_links_in_a_circle_are_named(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(ConfigError, match="cannot be read"):

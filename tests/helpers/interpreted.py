@@ -1,4 +1,6 @@
-"""Matrix products of Triton's interpreter, one row at a time, of bf16 as well."""
+"""For tests of Triton's kernels, in its interpreter (tests/conftest.py) or on a GPU: values, and products one row at a
+time, of bf16 as well.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,14 @@ import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, power: float = 0.0) -> torch.Tensor:
+    """Normal values on `DEVICE`, divided by the last dimension to the `power`."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -power
+    return made.to(DEVICE, dtype)
 
 
 def _wide(handle: TensorHandle) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -103,6 +104,16 @@ def rows_of(drafter: DrafterDecoder, lengths: list[int], **more) -> Rows:
     generators = [torch.Generator().manual_seed(n) for n in lengths]
     tokens = [torch.randint(0, 70, (n,), generator=g).tolist() for n, g in zip(lengths, generators, strict=True)]
     return Rows(drafter, tokens, [states(n - 1, drafter.config, n) for n in lengths], **more)
+
+
+def noted_waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the methods of tensors that bring a value to the host, in the order of their calls from now on."""
+    waits: list[str] = []
+    for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        method = getattr(torch.Tensor, name)
+        noted = lambda self, *a, method=method, name=name: (waits.append(name), method(self, *a))[1]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    return waits
 
 
 def check_tokens(

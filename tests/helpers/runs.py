@@ -19,6 +19,7 @@ import yaml
 from tests.helpers.mpi import ROOT, forking_python, rank_environment, run_ranks
 
 TOKENIZER = ROOT / "assets" / "demo-policy"
+FAULTS = "tests/integration/workers/faults.py"
 
 # A drafter's warm-up that learns something in seconds.
 TINY_WARM_UP = {
@@ -159,6 +160,16 @@ def train_many(
     given = [[str(config), options, faults[name]] for name, options in runs.items()]
     listing.write_text(json.dumps(given))
     return run_ranks(ranks, "tests/integration/workers/train_many.py", str(listing)).stdout
+
+
+def run_with_fault(config: Path, fault: dict[str, Any], *overrides: str) -> subprocess.CompletedProcess[str]:
+    """`megatron-tlt train CONFIG` on two ranks in which something goes wrong, and which does not end well.
+
+    `fault`: by its name, see the worker.
+    """
+    done = run_ranks(2, FAULTS, json.dumps(fault), "train", str(config), *overrides, check=False, timeout=290)
+    assert done.returncode != 0, done.stdout
+    return done
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

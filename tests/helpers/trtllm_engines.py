@@ -28,6 +28,17 @@ FAKE = ROOT / "tests" / "helpers" / "trtllm_environment"
 SHAPES = {"a.weight": (3,), "b.weight": (2, 2), "norm.weight": (4,)}
 DRAFTER = {"fc.weight": (2, 3), "norm.weight": (2,), "d2t": (5,)}
 PROMPTS = [Prompt(3, "q3", (4, 5, 6), "def"), Prompt(1, "q1", (7, 8), "gh")]
+# A child that connects, sends the given bytes, and others again and again. Its last arguments: the socket, a number.
+CHILD = """
+import socket, sys, time
+print("the child was here", flush=True)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[-2])
+connection.sendall(bytes.fromhex({data!r}))
+for _ in range(6000):
+    time.sleep(0.05)
+    connection.sendall(bytes.fromhex({again!r}))
+"""
 
 
 def python_with(folder: Path, script: str) -> str:
@@ -36,6 +47,13 @@ def python_with(folder: Path, script: str) -> str:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return str(path)
+
+
+def child(folder: Path, data: bytes, again: bytes = b"") -> str:
+    """A Python whose engine sends `data`, and `again` twenty times a second, for five minutes."""
+    program = folder / "child.py"
+    program.write_text(CHILD.format(data=data.hex(), again=again.hex()))
+    return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
 
 
 def fake_python(folder: Path, version: str = "1.2.1") -> str:

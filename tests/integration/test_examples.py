@@ -64,9 +64,3 @@ def test_a_judge_is_asked_again_after_errors_that_may_pass(replies: list[int | s
         result = judge(scorers, 0.0, Prompt(0, "d:0", (), "Calculate 2 + 2.", "4"), response)
     assert outcome in (result.failure or str(result.value))
     assert len(questions) == times and "It is {4}." in questions[0]
-
-
-def test_an_example_is_a_configuration_and_little_python():
-    for example in FOLDERS:
-        assert list(example.glob("*.yaml"))
-        assert all(len(path.read_text().splitlines()) <= 60 for path in example.glob("*.py"))

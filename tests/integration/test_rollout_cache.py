@@ -9,12 +9,11 @@ import pytest
 from make_demo_policy import write_experts
 
 from tests.helpers.mpi import run_one, run_ranks
-from tests.helpers.runs import TLT_ON, assert_same_checkpoint, copy_run, rows, write_config
+from tests.helpers.runs import FAULTS, TLT_ON, assert_same_checkpoint, copy_run, rows, run_with_fault, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 LAST = "checkpoints/step-000004"
 NOW = "checkpoint.asynchronous=false"  # so that a step's checkpoint is there when the next one begins
-FAULTS = "tests/integration/workers/faults.py"
 
 
 def train(config, ranks, *overrides):
@@ -23,9 +22,7 @@ def train(config, ranks, *overrides):
 
 def killed(config, run_dir, rank, step, responses, *overrides):
     """A run on two ranks, of which `rank` dies when it has cached so many responses of `step`."""
-    arguments = [json.dumps({"cached": [rank, step, responses]}), "train", str(config), f"train.run_dir={run_dir}"]
-    done = run_ranks(2, FAULTS, *arguments, *overrides, check=False)
-    assert done.returncode != 0, done.stdout
+    run_with_fault(config, {"cached": [rank, step, responses]}, f"train.run_dir={run_dir}", *overrides)
     return run_dir
 
 

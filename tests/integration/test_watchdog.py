@@ -10,11 +10,9 @@ import time
 import pytest
 
 from tests.helpers.mpi import ROOT, launcher, rank_environment, run_ranks
-from tests.helpers.runs import assert_same_checkpoint, rows, write_config
+from tests.helpers.runs import FAULTS, assert_same_checkpoint, rows, run_with_fault, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-
-FAULTS = "tests/integration/workers/faults.py"
 STEPS = 7
 LAST = f"checkpoints/step-{STEPS:06d}"
 # Rank 0 too: it holds the store and the board.
@@ -37,13 +35,7 @@ def shown(phase, steps_done):
 
 def fault_in(*where):
     """A fault of the worker: rank, phase, steps done, kind."""
-    return json.dumps({"phase": where})
-
-
-def train_with_fault(config, run_dir, fault, *overrides):
-    """Two ranks."""
-    arguments = [fault, "train", str(config), f"train.run_dir={run_dir}", *overrides]
-    return run_ranks(2, FAULTS, *arguments, check=False, timeout=290)
+    return {"phase": where}
 
 
 def status(run_dir, *options):
@@ -85,8 +77,7 @@ def test_a_rank_killed_in_any_phase_is_named_and_a_resumed_run_equals_an_uninter
     run_dir, config = whole / f"killed-in-{kills[0][1]}-{len(kills)}", whole / "tiny.yaml"
     for rank, phase, step in kills:
         fault = fault_in(rank, phase, step, "SIGKILL")
-        done = train_with_fault(config, run_dir, fault)
-        assert done.returncode != 0, fault
+        done = run_with_fault(config, fault, f"train.run_dir={run_dir}")
         found = [line for line in done.stdout.splitlines() if " (host " in line and "last sign of life" in line]
         assert len(found) == 1, (fault, done.stdout[-3000:])
         assert found[0].startswith(f"megatron-tlt: rank {rank} (host "), (fault, found)
@@ -118,8 +109,7 @@ def test_a_job_that_hangs_ends_with_the_stacks_of_all_ranks(whole, kind, rank, p
     hang_s = 20 if phase == "idle" else 90
     limits = (f"watchdog.hang_s={hang_s}", "distributed.timeout_s=10")
     started = time.monotonic()
-    done = train_with_fault(whole / "tiny.yaml", run_dir, fault, *limits)
-    assert done.returncode != 0
+    done = run_with_fault(whole / "tiny.yaml", fault, f"train.run_dir={run_dir}", *limits)
     assert time.monotonic() - started < 20 + 60 + 120, "within a minute after the timeout, and the steps before it"
     end = json.loads(status(run_dir, "--json").stdout)["end"]
     is_timeout = "the job hangs: " not in done.stdout
@@ -144,8 +134,8 @@ def test_stacks_asked_for_in_a_running_job_change_nothing(whole):
     """By a storm of signals into computing, MPI, gloo and sleeping ranks."""
     run_dir = whole / "asked"
     release = whole / "asked.release"  # until then it is still there
-    command = [*launcher(2), str(ROOT / FAULTS), fault_in(0, "score", 2, str(release)), "train"]
-    command += [str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
+    fault = json.dumps(fault_in(0, "score", 2, str(release)))
+    command = [*launcher(2), str(ROOT / FAULTS), fault, "train", str(whole / "tiny.yaml"), f"train.run_dir={run_dir}"]
     env = rank_environment()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=env, cwd=ROOT, **pipes) as job:

@@ -6,9 +6,9 @@ import os
 import pytest
 
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import write_config
+from tests.helpers.runs import FAULTS, write_config
 
-KILLED = ["tests/integration/workers/faults.py", json.dumps({"cached": [0, 1, 3]})]  # by rank 0's third response
+KILLED = [FAULTS, json.dumps({"cached": [0, 1, 3]})]  # by rank 0's third response
 
 
 @pytest.mark.parametrize("name", ["generate", "eval"])

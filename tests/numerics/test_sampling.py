@@ -17,7 +17,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from megatron_tlt.models.decoders.keys import request_key, row_keys
 from megatron_tlt.models.decoders.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
-from megatron_tlt.rollout.sampler import Sampler, SamplingRows, gumbel_noise
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from tests.helpers.engines import CountingSampler
 from tests.helpers.tiny_models import row_key
 
@@ -80,13 +80,6 @@ def test_frequencies_are_the_masked_softmax(masks: tuple[int, float, float]):
     assert g_test(torch.cat(tokens).numpy(), probs) > 1e-4
 
 
-def test_the_torch_sampler_draws_from_softmax():
-    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(5))
-    parts = np.split(some_keys(1 << 20, 2), 8)
-    tokens = [Sampler(CPU).sample(logits.expand(len(part), -1), rows_of(part))[0] for part in parts]
-    assert g_test(torch.cat(tokens).numpy(), logits[0].double().softmax(-1).numpy()) > 1e-4
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("vocab", [7, 500, 5000])
 def test_masks_are_those_of_transformers(vocab: int, temperature: float):
@@ -114,19 +107,6 @@ def test_masks_are_those_of_transformers(vocab: int, temperature: float):
     assert torch.equal(got[:, 8:].sort(-1).values, expected[:, 8:].sort(-1).values)
 
 
-def test_rows_with_different_masks_do_not_touch_each_other():
-    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1)) * 3
-    settings = [(0, 1.0, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.0), (0, 0.9, 0.2), (300, 1.0, 0.0), (40, 0.7, 0.01)]
-    together = apply_masks(
-        logits,
-        np.array([s[0] for s in settings], np.int32),
-        np.array([s[1] for s in settings], np.float64),
-        np.array([s[2] for s in settings], np.float32),
-    )
-    for row, setting in enumerate(settings):
-        assert torch.equal(together[row : row + 1], warped(logits[row : row + 1], 1.0, *setting))
-
-
 @pytest.mark.parametrize("masks", MASKS)
 def test_native_equals_torch(masks: tuple[int, float, float]):
     generator = torch.Generator().manual_seed(3)
@@ -145,25 +125,6 @@ def test_native_equals_torch(masks: tuple[int, float, float]):
     torch.testing.assert_close(logprobs.double(), before_masks, atol=5e-6, rtol=0)
     greedy = torch.from_numpy(rows.temperature) == 0
     assert torch.equal(tokens[greedy].long(), logits[greedy].argmax(-1))
-
-
-def test_noise_is_finite_at_both_ends_of_the_hash():
-    """Keys whose token 0 has m = 0 and m = 2**24 - 1: rounding u to fp32 would make the latter infinite."""
-    for bits, expected in ((0, -np.log(-np.log(2.0**-25))), (2**64 - 1, -np.log(-np.log1p(-(2.0**-25))))):
-        key = (unmix(bits) - 0x9E3779B97F4A7C15) % 2**64
-        signed = key - (1 << 64) * (key >> 63)
-        noise = gumbel_noise(torch.tensor([signed]), 1)
-        assert abs(float(noise) - expected) < 1e-5
-
-
-def unmix(z: int) -> int:
-    """The inverse of `keys.mix`."""
-    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
-        out = z
-        for _ in range(3):
-            out = z ^ (out >> shift)
-        z = out * pow(factor, -1, 2**64) % 2**64
-    return z
 
 
 def test_row_keys_are_the_scalar_definition_and_do_not_collide():

@@ -6,7 +6,6 @@
 {"pre_roll": STEP}                    SIGKILL in the third decoding step of the window behind the step
 {"nan": [STEPS]}                      the loss of these steps is not a number
 {"read_only": STEP}                   checkpoints/ is mounted read-only just before the save of the step (root)
-{"no_space": STEP}                    the file system of checkpoints/ has no room left just before that save (root)
 {"most_bytes": N}                     no file may grow beyond so many bytes, as on a disk that is full
 """
 
@@ -114,25 +113,11 @@ def nan(*steps):
 
 
 def read_only(step):
-    remount_before(step, lambda place: "ro")
-
-
-def no_space(step):
-    def size(place):
-        disk = os.statvfs(place)
-        return f"size={(disk.f_blocks - disk.f_bfree) * disk.f_frsize}"
-
-    remount_before(step, size)
-
-
-def remount_before(step, option):
-    """`option(checkpoints)` says how."""
     maybe_save = CheckpointManager.maybe_save
 
     def save(self, number, *arguments):
         if number == step and self._world.is_main:
-            place = str(self._directory)
-            subprocess.run(["mount", "-o", f"remount,{option(place)}", place], check=True)
+            subprocess.run(["mount", "-o", "remount,ro", str(self._directory)], check=True)
         maybe_save(self, number, *arguments)
 
     CheckpointManager.maybe_save = save

@@ -11,7 +11,7 @@ import pytest
 from megatron_tlt.backends.base import BaseBackend
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Sample, SamplingParams
 from tests.helpers.fake_decoder import PROMPTS, fake_backend
-from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend
+from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend, name
 
 SAMPLES = 3
 MASKED = SamplingParams(max_tokens=40, temperature=0.7, top_k=5, stop_token_ids=(7, 8), seed=5)
@@ -28,10 +28,6 @@ def drafting(folder: Path) -> BaseBackend:
 
 def remote(folder: Path) -> BaseBackend:
     return make_backend(EngineProcess(folder))
-
-
-def name(sample: Sample) -> tuple[int, int]:
-    return sample.prompt_id, sample.sample_index
 
 
 @pytest.mark.parametrize("size", [1, 7])

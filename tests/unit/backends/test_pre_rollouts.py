@@ -15,7 +15,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.types import GenerateCall, Sample, SamplingParams
 from tests.helpers.fake_decoder import PROMPTS, CharTokenizer, FakeTurns, fake_backend
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
-from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend
+from tests.unit.backends.vllm.test_turns import EngineProcess, make_backend, name
 
 V, SAMPLES = 50, 3
 PARAMS = SamplingParams(max_tokens=40, temperature=0.7, top_k=5, stop=("ab", "c"), seed=5)
@@ -100,14 +100,14 @@ def test_ranks_of_an_engine_end_together():
 
 
 def test_a_call_of_an_engine_in_a_process_ends_with_what_is_there_and_its_drafts_get_there(tmp_path: Path):
-    whole = {by_name(s): replace(s, logprobs=[]) for s in fake_backend(drafter="none").generate(CALL)}
+    whole = {name(s): replace(s, logprobs=[]) for s in fake_backend(drafter="none").generate(CALL)}
     for polls in (0, 1, 9, 10000):
         process, finished = EngineProcess(tmp_path), list[Sample]()
         backend = make_backend(process)
         samples = backend.generate(replace(after(polls), on_response=finished.append))
-        assert [s for s in samples if s.finish_reason != "abort"] == sorted(finished, key=by_name)
+        assert [s for s in samples if s.finish_reason != "abort"] == sorted(finished, key=name)
         for sample in samples:
-            right, size = whole[by_name(sample)], len(sample.token_ids)
+            right, size = whole[name(sample)], len(sample.token_ids)
             assert size > 0 and sample.token_ids == right.token_ids[:size]
             assert sample == right or sample.finish_reason == "abort"
             assert sample == right or sample.text == CharTokenizer().decode(sample.token_ids)
@@ -136,10 +136,6 @@ def test_first_turns_get_to_an_engine_in_a_process_with_first_turns_only(tmp_pat
     assert {start == 0 for start, is_first in brought if is_first} == {True}
     assert len(drafts) == sum(start == 0 for start, _ in brought) < len(brought)
     assert all(is_first for start, is_first in brought if start == 0)
-
-
-def by_name(sample: Sample) -> tuple[int, int]:
-    return sample.prompt_id, sample.sample_index
 
 
 @pytest.mark.parametrize("call", [after(3), replace(CALL, drafts={(0, 0): np.ones(2, np.int32)})])

@@ -91,10 +91,6 @@ def test_the_policy_has_the_shape_of_the_recipe(recipe: str, tmp_path: Path):
     assert check.shape().architecture == check.config().model.architecture
 
 
-def test_there_is_time_for_every_part():
-    assert 60 * gpu_check.parse_arguments([]).minutes >= sum(gpu_check.PARTS.values())
-
-
 @pytest.mark.parametrize(("norm", "says"), [(0.5, []), (0.25, ["bf16: gradients differ with TLT: "])])
 def test_a_pair_that_must_agree_has_the_same_gradients(
     norm: float, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

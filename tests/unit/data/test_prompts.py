@@ -344,20 +344,6 @@ def test_a_system_column_is_taken_where_its_text_reaches_the_model(
         build_prompts(data, "train", Letters(), 0)  # type: ignore[arg-type]
 
 
-def test_parquet_and_datasets_directories_read_alike(tmp_path: Path) -> None:
-    columns = {
-        "prompt": [f"q{i}" for i in range(5)],
-        "answer": list("abcde"),
-        "tags": [[i] for i in range(5)],
-    }
-    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "five.parquet")
-    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "five"))
-    one = stream(PromptSourceConfig(kind="parquet", path=str(tmp_path / "five.parquet"))).next_batch(7)
-    two = stream(PromptSourceConfig(kind="hf", path=str(tmp_path / "five"))).next_batch(7)
-    assert one == two
-    assert one[0].metadata == {"tags": [int(one[0].text[1])]}
-
-
 def test_a_directory_of_parquet_is_one_split_of_it(tmp_path: Path) -> None:
     for split, rows in (("train", [{"prompt": "q0"}, {"prompt": "q1"}]), ("test", [{"prompt": "q2"}])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_tlt.config.drafter_kinds import DRAFTERS
 from megatron_tlt.config.load import load_config
@@ -20,31 +19,6 @@ from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import DEEP, FAMILIES, random_drafter
 
 CONFIG = FAMILIES["qwen2"]
-
-
-def test_what_is_saved_is_loaded(tmp_path) -> None:
-    weights = random_drafter(CONFIG)
-    save_drafter(tmp_path / "d", EagleConfig.of(CONFIG), weights, policy_version=3, trained_steps=70)
-    saved = load_drafter(tmp_path / "d", CONFIG)
-    assert (saved.policy_version, saved.trained_steps) == (3, 70)
-    assert all(torch.equal(saved.weights[n], w) for n, w in weights.items())
-    assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["config.json", "drafter.safetensors"]
-    assert set(load_file(tmp_path / "d" / "drafter.safetensors")) == set(EagleConfig.of(CONFIG).shapes())
-    about = json.loads((tmp_path / "d" / "config.json").read_text())
-    assert about["drafter"] == "eagle"
-    assert ModelConfig.from_hf(about).hidden_size == CONFIG.hidden_size
-
-
-def test_another_policys_drafter_is_refused_by_name(tmp_path) -> None:
-    save_drafter(tmp_path, EagleConfig.of(CONFIG), random_drafter(CONFIG))
-    with pytest.raises(
-        CheckpointError, match=r"mlp\.down_proj\.weight has shape \(64, 96\), the policy needs \(64, 80\)"
-    ):
-        load_drafter(tmp_path, replace(CONFIG, intermediate_size=80))
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias is not part"):
-        load_drafter(tmp_path, replace(CONFIG, qkv_bias=False))
-    with pytest.raises(CheckpointError, match=r"q_norm\.weight is missing"):
-        load_drafter(tmp_path, replace(CONFIG, qk_norm=True))
 
 
 def test_a_crash_leaves_the_old_drafter_or_a_refused_directory(tmp_path, monkeypatch) -> None:

@@ -233,7 +233,6 @@ def test_python_without_a_network_of_its_own_is_named() -> None:
         ({"kind": "calculator"}, None),
         ({"path": f"{USER}:Act"}, None),
         ({"path": f"{USER}:Missing"}, "has no 'Missing'"),
-        ({"path": f"{USER}:USER"}, "has no 'USER'"),
         ({"path": f"{USER}:time"}, "is a module, not a class"),
         ({"path": f"{USER}:Untyped"}, "tool Untyped.buy"),
         *(

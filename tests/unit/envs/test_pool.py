@@ -266,13 +266,6 @@ def test_a_fork_of_an_environment_does_not_answer_for_it() -> None:
         assert [started(turns, 1, "pid", turn) for turn in (1, 2)] == [worker] * 2
 
 
-def test_an_environment_may_start_processes_in_every_way_of_python() -> None:
-    with trajectories("Processes") as (_, turns):
-        texts = ["pool", "terminate", "exit of a fork"]
-        results = play(turns, dict(enumerate(texts)), 0)
-    assert [results[i].failure or text_of(results[i]) for i in range(3)] == ["36", str(-signal.SIGTERM), "3"]
-
-
 def test_a_process_in_a_session_of_its_own_ends_with_its_trajectory() -> None:
     with trajectories("Processes") as (_, turns):
         processes = [started(turns, 0, "session"), started(turns, 1, "orphan"), started(turns, 2, "same session")]
@@ -293,16 +286,20 @@ def test_whatever_ends_a_worker_ends_the_processes_below_it() -> None:
         assert have_ended(processes)
 
 
-def test_a_killed_rank_leaves_no_process() -> None:
+def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:
+    """Nor a worker in the middle of a turn that does not end."""
     program = f"""
-import os, sys
+import os, sys, time
 sys.path[:0] = {[str(USER.parents[3])]!r}
-from tests.unit.envs.test_pool import started, trajectories
+from tests.unit.envs.test_pool import PROMPTS, started, trajectories
 with trajectories("Processes") as (_, turns):
     print(started(turns, 0, "session"), started(turns, 1, "orphan"), started(turns, 2, "pid"), flush=True)
+    turns.submit(PROMPTS[2], 0, 1, [5, 6], "spin")
+    time.sleep(0.2)
     os.kill(os.getpid(), 9)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    processes = [*map(int, run.stdout.split())]
-    assert len(processes) == 3, run.stderr
+    with (tmp_path / "said").open("w") as said:  # no pipe, which what is left would hold open
+        subprocess.run([sys.executable, "-c", program], stdout=said, check=False)
+    processes = [*map(int, (tmp_path / "said").read_text().split())]
+    assert len(processes) == 3
     assert have_ended(processes)

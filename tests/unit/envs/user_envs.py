@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 from megatron_tlt.envs.base import Environment, Step
 from megatron_tlt.types import Prompt
@@ -38,10 +36,6 @@ class Act(Environment):
         return Step(" ".join(self.told), reward=float(len(self.told)), done=response == "end", truncated=is_cut)
 
 
-def _square(number: int) -> int:
-    return number * number
-
-
 class Processes:
     """Starts processes and raises what ends programs. No `close`."""
 
@@ -57,20 +51,8 @@ class Processes:
             sys.exit("a\x1b[31m\rb\nc")
         if response == "fork":
             return Step("parent" if os.fork() else "child")
-        if response == "exit of a fork":
-            fork = os.fork()
-            if fork == 0:
-                sys.exit(3)
-            return Step(str(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])))
-        if response == "pool":
-            with ProcessPoolExecutor(1) as pool:
-                return Step(str(pool.submit(_square, 6).result()))
-        if response == "terminate":
-            process = multiprocessing.Process(target=time.sleep, args=(300,))
-            process.start()
-            process.terminate()
-            process.join()
-            return Step(str(process.exitcode))
+        while response == "spin":
+            pass
         if response == "session":
             return Step(str(subprocess.Popen(["sleep", "300"], start_new_session=True).pid))
         if response == "orphan":

@@ -9,13 +9,7 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.resilience.shutdown import GracefulExit, GracefulShutdown, RolloutInterrupted
 from megatron_tlt.resilience.signals import ECHO_S, TERM, WARNING, StopSignals
 from megatron_tlt.types import GenerateCall, SamplingParams
-
-
-class Clock:
-    now = 50.0
-
-    def __call__(self):
-        return self.now
+from tests.unit.resilience.test_signals import Clock
 
 
 class Store(dict):
@@ -30,7 +24,7 @@ class Store(dict):
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(50.0)
 
 
 def make(clock, store=None, **options):

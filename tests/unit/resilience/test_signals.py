@@ -14,7 +14,8 @@ SECTION = ShutdownSection(warning_s=100, term_s=20)
 
 
 class Clock:
-    now = 1000.0
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now

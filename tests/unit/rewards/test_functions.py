@@ -88,24 +88,6 @@ def test_the_environments_rewards_are_summed_or_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "text", "equal"),
-    [
-        ("1/2", "so the answer is $\\frac{1}{2}$", True),
-        ("\\frac{1}{2}", "The final answer is \\boxed{0.5}", True),
-        ("$x^2+2x+1$", "$(x+1)^2$", True),
-        ("42", "I get 42.", True),
-        ("42", "I get 43.", False),
-        ("{1,2}", "$\\{2, 1\\}$", True),
-        ("7", "no idea", False),
-    ],
-)
-def test_math(answer: str, text: str, equal: bool) -> None:
-    result = judged(text, RewardConfig(name="math"), answer=answer)
-    assert result.failure is None
-    assert result.value == float(equal)
-
-
-@pytest.mark.parametrize(
     ("late", "part", "answer", "failure"),
     [
         ("parser.extract_target_from_pred", "5x", "(x+2)(x+3)", "math: ValueError: the reference .* within 3 s"),
@@ -217,10 +199,7 @@ def test_a_module_that_raises_at_import_is_named_with_its_field(tmp_path: Path, 
     ("response", "failure"),
     [
         ("nan", "act: ValueError: returned nan: must be finite"),
-        ("inf", "act: ValueError: returned inf: must be finite"),
         ("none", "act: ValueError: returned None (NoneType): must be a number or a boolean"),
-        ("str", "act: ValueError: returned '1.0' (str): must be a number or a boolean"),
-        ("list", "act: ValueError: returned [1] (list): must be a number or a boolean"),
     ],
 )
 def test_what_a_function_does_wrong_is_recorded(response: str, failure: str) -> None:

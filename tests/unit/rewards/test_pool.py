@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,8 +17,8 @@ from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import RewardError
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.types import Prompt, RewardResult, Sample, SampleGroup
-from tests.helpers.bound import to_one_cpu
 from tests.helpers.user_errors import without_place
+from tests.unit.envs.test_pool import have_ended
 
 USER = Path(__file__).parent / "user_rewards.py"
 
@@ -167,26 +165,12 @@ def test_workers_know_nothing_of_mpi_or_torch_and_have_one_thread(monkeypatch: p
         assert [r.value for r in results(pool, ["launcher", "torch", "tasks"])] == [0.0, 0.0, 1.0]
 
 
-def test_workers_of_a_bound_rank_run_on_the_cpus_that_they_are_given() -> None:
-    with to_one_cpu() as cpus, pool_of(cpus=cpus) as pool:
-        assert results(pool, ["cpus"])[0].value == len(cpus)
-
-
-@pytest.mark.parametrize(
-    ("response", "failure"),
-    [("children", "no result of act within 1 s (rewards.timeout_s)"), ("orphans", "worker was ended by signal 9")],
-)
-def test_what_a_function_has_started_ends_with_its_worker(
-    response: str, failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_function_has_started_ends_with_its_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CHILD_PIDS", str(tmp_path / "pids"))
     with pool_of() as pool:
-        assert results(pool, [response])[0].failure == failure
-        children = [Path(f"/proc/{pid}/exe") for pid in (tmp_path / "pids").read_text().split()]
-        end = time.monotonic() + 10  # a killed process is in /proc until it is reaped
-        while any(child.exists() for child in children) and time.monotonic() < end:
-            time.sleep(0.01)
-        assert [child.exists() for child in children] == [False, False]
+        assert results(pool, ["children"])[0].failure == "no result of act within 1 s (rewards.timeout_s)"
+        children = [*map(int, (tmp_path / "pids").read_text().split())]
+        assert len(children) == 2 and have_ended(children)
 
 
 EDITED = """
@@ -218,50 +202,3 @@ def test_a_pool_that_is_closed_while_its_workers_start_prints_nothing(capfd: pyt
     time.sleep(0.5)
     assert capfd.readouterr().err == ""
     assert not multiprocessing.active_children()
-
-
-def test_a_hung_worker_does_not_outlive_a_killed_rank(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        "import sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
-        "from megatron_tlt.config.data import RewardConfig, RewardSection\n"
-        "from megatron_tlt.rewards.pool import RewardPool\n"
-        "from megatron_tlt.types import Prompt, Sample, SampleGroup\n"
-        "function = RewardConfig(name='python', path=sys.argv[2])\n"
-        "pool = RewardPool(RewardSection(functions=(function,), timeout_s=60))\n"
-        "def go(text):\n"
-        "    group = SampleGroup(Prompt(0, 'd', (), 'q'), [Sample(0, 0, [], [], text, 'stop', 0)])\n"
-        "    pool.score([group])\n"
-        "    return group.rewards[0].value\n"
-        "print(int(go('pid')), flush=True)\n"
-        "go('spin')\n"
-    )
-    command = [sys.executable, str(script), str(USER.parents[3]), f"{USER}:act"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
-        assert rank.stdout is not None
-        worker = int(rank.stdout.readline())
-        time.sleep(0.2)
-        rank.kill()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{worker}/exe").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{worker}/exe").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_that_was_meant_for_the_rank_costs_no_sample(number: int) -> None:
-    """Slurm sends a step's signals to every process in it, also to one that has just been started."""
-    with pool_of(1, timeout_s=60.0) as pool:
-        pool.warm_up()
-        end = time.monotonic() + 10
-        while not (started := multiprocessing.active_children()) and time.monotonic() < end:
-            time.sleep(0.001)
-        (process,) = started
-        assert process.pid is not None
-        os.kill(process.pid, number)
-        (pid,) = [r.value for r in results(pool, ["pid"])]
-        for each in (process.pid, int(pid)):
-            os.kill(each, number)
-        assert [r.value for r in results(pool, ["pid", "2"])] == [pid, 2.0]
-        assert pool._workers[0].starts == 1

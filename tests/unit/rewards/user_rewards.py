@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -30,19 +29,10 @@ def _spin() -> None:
         pass
 
 
-def _start_children() -> None:
+def _wait_for_children() -> None:
     children = [subprocess.Popen(["sleep", "3600"], start_new_session=own) for own in (False, True)]
     Path(os.environ["CHILD_PIDS"]).write_text(" ".join(str(child.pid) for child in children))
-
-
-def _wait_for_children() -> None:
-    _start_children()
     time.sleep(3600)
-
-
-def _leave_children() -> None:
-    _start_children()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _square(number: int) -> int:
@@ -78,7 +68,6 @@ BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "hang": lambda: time.sleep(3600),
     "spin": _spin,
     "children": _wait_for_children,
-    "orphans": _leave_children,
     "pool": _in_a_pool,
     "terminate": _terminated,
     "fork": _forked,
@@ -86,16 +75,11 @@ BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "quit": lambda: os._exit(7),
     "crash": lambda: ctypes.string_at(0),
     "pid": os.getpid,
-    "cpus": lambda: len(os.sched_getaffinity(0)),
     "tasks": lambda: len(os.listdir("/proc/self/task")),
     "launcher": lambda: sum(name.startswith(("PMI_", "SLURM_", "OMPI_")) for name in os.environ),
     "torch": lambda: float("torch" in sys.modules or "mpi4py" in sys.modules),
     "nan": lambda: float("nan"),
-    "inf": lambda: float("inf"),
     "none": lambda: None,
-    "str": lambda: "1.0",
-    "list": lambda: [1],
-    "bool": lambda: True,
 }
 
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed")
-
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.torch_decoder import TorchEagle

@@ -15,7 +15,6 @@ from tests.helpers.sim import sim_config
         (["cluster.gpu=rtx4090", "rollout.max_tokens=200000"], "does not fit"),
         (["cluster.nodes=100000000"], "too large to simulate"),
         (["workload.prompts_per_step=10000000"], "too large to simulate"),
-        (["workload.prompts_per_step=262144", "rollout.max_running_requests=64"], "too large to simulate"),
         (["workload.steps=1000000"], "too large to simulate"),
     ],
 )

@@ -76,7 +76,6 @@ def test_lengths_come_from_a_run(tmp_path):
     [
         ("", "has no lengths"),
         ("x\n", ":1"),
-        ('{"a": 1}\n', ":1"),
         ("NaN\n", ":1"),
         ("5\n-3\n", ":2"),
         ('{"tokens": Infinity}\n', ":1"),

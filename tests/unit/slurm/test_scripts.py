@@ -19,6 +19,13 @@ def run(script, *words, root=ROOT, cwd=ROOT, **variables):
     return subprocess.run(command, env=kept | variables, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
+def slurm_job(programs: Path, **more: str) -> dict[str, str]:
+    """Variables of a job of two ranks on one node, with the stand-ins for Slurm's programs in `programs`."""
+    nodes = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NODELIST": "a"}
+    tasks = {"SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_CPUS_ON_NODE": "2"}
+    return {"SLURM_JOB_ID": "7", "PATH": f"{programs}:{os.environ['PATH']}", **nodes, **tasks, **more}
+
+
 def srun_line(done):
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("  -> srun"))
@@ -182,10 +189,8 @@ def test_a_job_whose_first_question_slurm_does_not_answer_starts(tmp_path):
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
-    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
-    job |= {"CALLS": f"{tmp_path}/calls", "SCRIPT": f"{ROOT}/slurm/train.sbatch", "PYTHON": "/bin/true"}
-    done = run("slurm_script", "configs/quickstart.yaml", root=tmp_path, cwd=tmp_path, **job)
+    job = slurm_job(tmp_path, SLURM_NTASKS="2", CALLS=f"{tmp_path}/calls", SCRIPT=f"{ROOT}/slurm/train.sbatch")
+    done = run("slurm_script", "configs/quickstart.yaml", root=tmp_path, cwd=tmp_path, PYTHON="/bin/true", **job)
     assert "job 7 attempt 0" in done.stdout and done.returncode == 2, done.stdout + done.stderr
 
 
@@ -205,9 +210,7 @@ def test_ranks_in_a_container_can_note_their_exit_code(tmp_path, logs):
     (tmp_path / "bin/srun").write_text(SRUN)
     (tmp_path / "bin/srun").chmod(0o755)
     names = ("HF_HOME", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "2"}
-    job |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_CPUS_ON_NODE": "2"}
-    job |= {name: f"{tmp_path}/{name}" for name in names}
+    job = slurm_job(tmp_path / "bin", **{name: f"{tmp_path}/{name}" for name in names})
     done = run("launch/interactive.sh", "configs/quickstart.yaml", cwd=here, CONTAINER="image", LOGS=logs, **job)
     assert done.returncode == 2, done.stdout + done.stderr
     assert not [*tmp_path.rglob(".megatron-tlt-exit-*")]

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.drafter import _read_part
@@ -35,7 +34,7 @@ from megatron_tlt.trainer.preflight import (
     without_training,
 )
 from tests.helpers.chat_models import remove_tokenizer, save_letters
-from tests.helpers.checked_configs import ARCHITECTURE, make
+from tests.helpers.checked_configs import ARCHITECTURE, make, world_of
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -64,13 +63,10 @@ def test_a_misspelt_path_of_a_model_is_named_with_the_one_beside_it(path, monkey
 )
 def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster_section_says(hosts, split):
     """As Slurm's cyclic distribution places them, or more ranks than a node has."""
-    world = SimpleNamespace(
-        device=torch.device("cpu"), size=4, is_main=False, all_gather_object=lambda _: list(hosts),
-        broadcast_object=lambda value: value,
-    )  # fmt: skip
+    world = world_of(size=4, is_main=False, all_gather_object=lambda _: list(hosts))
     actor_tp = 1 if hosts == "aaab" else 2
     with pytest.raises(ConfigError) as refused:  # the model is not there
-        check_on(make(rollout={"tp": 2}, actor={"tp": actor_tp}), world)  # type: ignore[arg-type]
+        check_on(make(rollout={"tp": 2}, actor={"tp": actor_tp}), world)
     found = [p.path for p in refused.value.problems if "inside a node" in str(p)]
     assert tuple(found) == split
 
@@ -78,13 +74,9 @@ def test_tensor_parallel_ranks_on_several_hosts_are_refused_whatever_the_cluster
 def test_weights_by_handles_of_expandable_segments_are_refused_where_a_command_has_an_engine(monkeypatch):
     """`eval`, too, pushes weights."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    world = SimpleNamespace(
-        device=torch.device("cpu"), size=1, is_main=True, all_gather_object=lambda mine: [mine],
-        broadcast_object=lambda value: value,
-    )  # fmt: skip
     given = make(rollout={"backend": "vllm"}, sync={"transport": "cuda_ipc"})
     with pytest.raises(ConfigError, match="remove expandable_segments"):
-        check_on(without_training(given, reads_prompts=False), world)  # type: ignore[arg-type]
+        check_on(without_training(given, reads_prompts=False), world_of())
 
 
 @pytest.mark.parametrize(
@@ -126,10 +118,7 @@ def test_hosts_with_different_weights_or_prompts_are_refused(tmp_path, monkeypat
             return ["a", "a", "b"]
         return [mine, {}, there] if isinstance(mine, dict) else [mine] * 3
 
-    world = SimpleNamespace(
-        device=torch.device("cpu"), size=3, rank=0, is_main=False, wait_for_all=lambda: None,
-        all_gather_object=gathered, broadcast_object=lambda value: value,
-    )  # fmt: skip
+    world = world_of(size=3, is_main=False, all_gather_object=gathered)
     if field is None:
         check_on(config, world)
         return
@@ -433,13 +422,9 @@ def test_a_machine_without_a_compiler_is_named_before_cpu_ranks_get_another_deco
 
 def test_a_task_of_which_each_rank_would_draw_other_items_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    world = SimpleNamespace(
-        device=torch.device("cpu"), size=1, is_main=False, all_gather_object=lambda mine: [mine],
-        broadcast_object=lambda value: value,
-    )  # fmt: skip
     task = {"kind": "tasks", "tasks": [{"name": "ransom_note"}]}
     with pytest.raises(ConfigError, match=r"data\.train\.tasks\.0\.name = 'ransom_note': .*PYTHONHASHSEED=0"):
-        check_on(make(data={"train": task}), world)
+        check_on(make(data={"train": task}), world_of(is_main=False))
 
 
 def test_a_named_checkpoint_is_looked_at_before_a_run(tmp_path):

@@ -14,6 +14,7 @@ from megatron_tlt.config.root import SftConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rewards.pool import RewardPool
 from megatron_tlt.trainer import device_memory, setup
+from tests.helpers.checked_configs import world_of
 from tests.helpers.mpi import ROOT
 
 
@@ -69,12 +70,8 @@ def test_fine_tuning_that_its_gpu_has_no_room_for_is_refused(monkeypatch, tmp_pa
         "model": {"path": str(tmp_path / "m"), "architecture": shape.model_dump()},
         "sft": {"train_path": str(tmp_path / "r.jsonl"), "out": str(tmp_path / "out")},
     }
-    world = SimpleNamespace(
-        device=torch.device("cuda"), rank=0, size=1, local_size=1, is_main=True,
-        all_gather_object=lambda mine: [mine], broadcast_object=lambda value: value,
-    )  # fmt: skip
     with pytest.raises(ConfigError) as refused:  # the model is not there, either
-        setup.build_sft_trainer(SftConfig.model_validate(tree), world)
+        setup.build_sft_trainer(SftConfig.model_validate(tree), world_of(device=torch.device("cuda")))
     (problem,) = (p for p in refused.value.problems if p.path == "cluster.memory_gib")
     assert problem.value == 10 and "in the update" in problem.allowed
 

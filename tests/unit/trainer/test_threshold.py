@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.trainer.metrics import threshold_warning
 
 
@@ -14,17 +11,3 @@ def test_rewards_below_the_default_threshold_are_a_warning() -> None:
     assert threshold_warning({"reward/accuracy": 0.1, "reward/mean": 0.926}) is None
     assert threshold_warning({"reward/accuracy": 0.0, "reward/mean": 0.0}) is None, "no response is right"
     assert threshold_warning({"rollout/samples": 0.0}) is None
-
-
-@pytest.mark.parametrize(
-    ("function", "unknown"),
-    [
-        (RewardConfig(name="python"), True),
-        (RewardConfig(name="env"), True),
-        (RewardConfig(name="python", threshold=1.0), False),
-        (RewardConfig(name="python", threshold=None), False),
-        (RewardConfig(name="task"), False),
-    ],
-)
-def test_a_scale_is_unknown_where_none_was_chosen(function: RewardConfig, unknown: bool) -> None:
-    assert RewardSection(functions=(function,)).is_of_unknown_scale is unknown

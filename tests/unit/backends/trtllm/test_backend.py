@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from megatron_tlt.backends.trtllm.server import new_totals
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
-from tests.helpers.mpi import start_one
 from tests.helpers.trtllm_engines import (
     DRAFTER,
     PROMPTS,
@@ -117,34 +115,3 @@ def test_an_engine_without_a_drafter_refuses_one_and_its_death_is_reported(tmp_p
     with pytest.raises(BackendError, match="killed or closed"):
         plain.generate(GenerateCall(PROMPTS, PARAMS, 1))
     plain.close()
-
-
-PARENT = """
-import sys, time
-from pathlib import Path
-from tests.helpers.trtllm_engines import push, start_backend
-backend = start_backend(Path(sys.argv[1]))
-push(backend, 1)
-print(backend.process.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_the_engine_ends_when_its_rank_dies(tmp_path: Path) -> None:
-    parent, deadline = start_one("-c", PARENT, tmp_path), time.monotonic() + 120
-    while not parent.stdout.endswith("\n"):
-        assert time.monotonic() < deadline, parent.stdout
-        time.sleep(0.05)
-    pid = int(parent.stdout)
-    os.kill(parent.pid, signal.SIGKILL)
-    assert parent.wait() == -signal.SIGKILL
-    while Path(f"/proc/{pid}").exists() and not _is_zombie(pid):
-        assert time.monotonic() < deadline, "the engine outlives its rank"
-        time.sleep(0.1)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True

@@ -27,28 +27,12 @@ from megatron_tlt.workers import scratch
 from megatron_tlt.workers.scratch import sweep_scratch
 from tests.helpers.fake_decoder import PROMPTS
 from tests.helpers.mpi import ROOT
-from tests.helpers.trtllm_engines import python_with
+from tests.helpers.trtllm_engines import child, python_with
 from tests.unit.backends.vllm.test_turns import make_backend
+from tests.unit.envs.test_pool import have_ended
 
-# A child that connects, sends the given bytes, and others again and again. Its last arguments: the socket, a number.
-CHILD = """
-import socket, sys, time
-print("the child was here", flush=True)
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[-2])
-connection.sendall(bytes.fromhex({data!r}))
-for _ in range(6000):
-    time.sleep(0.05)
-    connection.sendall(bytes.fromhex({again!r}))
-"""
 HELLO = {"type": "hello", "engine": "1.2.1", "device": "cuda"}
 BEAT = line_of({"type": "beat", "in_flight": 1, "last_request": 1, "steps": 7, "lengths": [3]})
-
-
-def child(folder: Path, data: bytes, again: bytes = b"") -> str:
-    program = folder / "child.py"
-    program.write_text(CHILD.format(data=data.hex(), again=again.hex()))
-    return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
 
 
 @pytest.mark.parametrize(
@@ -192,13 +176,8 @@ def test_the_child_inherits_nothing_of_the_launcher_or_of_our_python() -> None:
     }
 
 
-def test_the_server_ends_with_its_parent_also_while_it_is_busy(tmp_path: Path) -> None:
+def test_the_server_ends_with_its_parent_also_while_it_is_busy() -> None:
     program = "from megatron_tlt.backends.serving import end_with_parent\nend_with_parent(0)\nwhile True: pass"
     script = f"{shlex.quote(sys.executable)} -c '{program}' & echo $!; sleep 2"
     parent = subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
-    pid, deadline = int(parent.stdout), time.monotonic() + 60
-    while Path(f"/proc/{pid}/stat").exists():
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            break
-        assert time.monotonic() < deadline, "the busy process outlives its parent"
-        time.sleep(0.1)
+    assert have_ended([int(parent.stdout)]), "the busy process outlives its parent"

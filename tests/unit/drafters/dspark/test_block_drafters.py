@@ -25,6 +25,7 @@ from tests.helpers.pairs import (
     check_block,
     expected_logits,
     expected_slots,
+    noted_waits,
     of_row,
     rows_of,
 )
@@ -95,14 +96,11 @@ def test_only_the_last_missing_features_are_caught_up_with() -> None:
 
 def test_a_draft_waits_for_the_device_once_and_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its length; the step is one that was captured at the start, and running it again changes nothing."""
-    drafter, waits, ran = loaded("dspark"), list[str](), list[object]()
+    drafter, ran = loaded("dspark"), list[object]()
     want = rows_of(drafter, [40, 18, 9]).draft([5, 3, 6])
     drafter.use_graphs(lambda key, step: (ran.append(key), step(), step()))
     rows = rows_of(drafter, [40, 18, 9])
-    for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
-        method = getattr(torch.Tensor, name)
-        noted = lambda self, *a, method=method, name=name: (waits.append(name), method(self, *a))[1]  # noqa: E731
-        monkeypatch.setattr(torch.Tensor, name, noted)
+    waits = noted_waits(monkeypatch)
     got = rows.draft([5, 3, 6])
     assert waits == ["cpu"] and ran == [("drafter", 3)]
     assert ran[0] in [key for key, _ in rows.drafts.steps()]

@@ -18,7 +18,7 @@ from megatron_tlt.models.decoders import keyed_noise
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
-from tests.helpers.pairs import Rows, check_row, of_row, rows_of
+from tests.helpers.pairs import Rows, check_row, noted_waits, of_row, rows_of
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
 from tests.helpers.tiny_drafters import random_drafter
 from tests.helpers.tiny_models import random_weights
@@ -122,11 +122,8 @@ def test_noise_is_made_for_the_drafters_tokens_only(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("steps", [2, 9])
 def test_a_draft_waits_for_the_device_once(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its length; the catch-up does not wait at all."""
-    rows, waits = rows_of(loaded("qwen2", "torch"), [40, 18]), list[str]()
-    for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
-        method = getattr(torch.Tensor, name)
-        noted = lambda self, *a, method=method, name=name: (waits.append(name), method(self, *a))[1]  # noqa: E731
-        monkeypatch.setattr(torch.Tensor, name, noted)
+    rows = rows_of(loaded("qwen2", "torch"), [40, 18])
+    waits = noted_waits(monkeypatch)
     assert rows.draft(steps).counts.tolist() == [steps, steps]
     assert waits == ["cpu"]
 

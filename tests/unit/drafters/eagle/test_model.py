@@ -41,9 +41,9 @@ def draft_one_by_one(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unrolling_equals_drafting_one_by_one(family: str) -> None:
-    """Packed with others of other lengths, every base, every step; one sequence is a window that begins late."""
+    """Packed with others of other lengths, every base, every step; one begins late as a window, one has no base."""
     config, steps = FAMILIES[family], 4
-    sequences = [random_sequence(config, n, p) for n, p in ((12, 5), (3, 1), (20, 15), (7, 2))]
+    sequences = [random_sequence(config, n, p) for n, p in ((12, 5), (3, 1), (20, 15), (17, 17), (7, 2))]
     sequences[2].offset = 30
     embed, _ = lookup_tables(config)
     batch = collate(sequences)

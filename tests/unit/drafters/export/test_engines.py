@@ -172,17 +172,13 @@ EAGLE3_WEIGHTS = random_drafter(CONFIGS["eagle3 qwen3"])
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"midlayer.hidden_norm.weight": None}, r"midlayer\.hidden_norm\.weight is missing"),
-        ({"embed_tokens.weight": torch.zeros(1)}, r"embed_tokens\.weight is not part"),
-        ({"fc.weight": torch.zeros(64, 128)}, r"fc\.weight has shape \(64, 128\), the policy needs \(64, 192\)"),
         ({"d2t": EAGLE3_WEIGHTS["d2t"] + 1}, r"d2t\[i\] \+ i does not name"),
         ({"d2t": EAGLE3_WEIGHTS["d2t"].int()}, "must be int64 and bool"),
     ],
 )
 def test_weights_of_another_form_are_not_saved(change: dict, says: str, tmp_path) -> None:
-    given = {n: t for n, t in (EAGLE3_WEIGHTS | change).items() if t is not None}
     with pytest.raises(CheckpointError, match=says):
-        save_drafter(tmp_path / "x", CONFIGS["eagle3 qwen3"], given)
+        save_drafter(tmp_path / "x", CONFIGS["eagle3 qwen3"], EAGLE3_WEIGHTS | change)
     assert not (tmp_path / "x").exists()
 
 

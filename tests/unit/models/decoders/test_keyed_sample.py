@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_tlt.models.decoders.keyed_noise import gumbel_noise
 from megatron_tlt.models.decoders.keys import request_key, row_keys
 from megatron_tlt.models.decoders.native.decoder import keyed_sample
 from tests.helpers.mpi import run_one
@@ -77,22 +78,23 @@ def test_noise_is_accurate_everywhere_even_at_the_ends_of_the_hash() -> None:
         assert np.all((token == exact) | rounding)
 
 
-def test_largest_hash_gives_finite_noise() -> None:
-    """With m = 2^24 - 1, u rounds to 1 in fp32 and the noise would be infinite; it is 17.3."""
-    z = 0xFFFFFFFFFFFFFFFF  # the hash is undone for this m exactly: a key whose token 0 has it
+def unmix(z: int) -> int:
+    """The inverse of `keys.mix`."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 1)):
+        out = z
+        for _ in range(3):
+            out = z ^ (out >> shift)
+        z = out * pow(factor, -1, 2**64) % 2**64
+    return z
 
-    def unshift(v: int, by: int) -> int:
-        out = v
-        for _ in range(64 // by + 1):
-            out = v ^ (out >> by)
-        return out
 
-    x = unshift(z, 31)
-    x = unshift(x * pow(0x94D049BB133111EB, -1, 2**64) % 2**64, 27)
-    x = unshift(x * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64, 30)
-    key = np.array([(x - 0x9E3779B97F4A7C15) % 2**64], U64)
+@pytest.mark.parametrize("bits", [0, 2**64 - 1])
+def test_noise_is_finite_at_both_ends_of_the_hash(bits: int) -> None:
+    """Keys whose token 0 has m = 0 and m = 2^24 - 1, of which u rounds to 1 in fp32 and the noise would be infinite."""
+    key = np.array([(unmix(bits) - 0x9E3779B97F4A7C15) % 2**64], U64)
     noise = gumbel(key, 2)[0]
-    assert 17.3 < noise[0] < 17.4
+    assert noise[0] == pytest.approx(17.3287 if bits else -2.8524, abs=1e-4)
+    assert abs(float(gumbel_noise(torch.from_numpy(key.view(np.int64)), 1)) - noise[0]) < 1e-5
     for extra, winner in ((-0.001, 0), (0.001, 1)):
         logits = np.array([[0.0, noise[0] - noise[1] + extra]], np.float32)
         assert run(logits, np.ones(1), key)[0][0] == winner

@@ -225,7 +225,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     ("family", "name"), [*(("qwen2", name) for name in DRAFTERS), ("qwen2_moe", "none"), ("qwen2_moe", "eagle")]
 )
 def test_equal_whatever_was_pre_rolled(family: str, name: str):
-    """Ample memory, and so little that requests are preempted and drafts find no blocks."""
+    """Ample memory, and so little that requests are preempted and drafts find no blocks. Rows without an earlier
+    response draft by the drafter.
+    """
     jobs = random_jobs(VOCAB, 5, seed=3, longest=28)
     expected, right, weights = plain(family, jobs)
     config, shape = small_config(family), None
@@ -238,6 +240,7 @@ def test_equal_whatever_was_pre_rolled(family: str, name: str):
             stats = stats_of(engine)
             assert "cost" in name or stats.pre_rolled_rows > 0, kind
             assert stats.pre_rolled_accepted <= stats.pre_rolled_drafted <= stats.drafted_tokens
+            assert (name, kind) != ("suffix", "partial") or stats.pre_rolled_drafted < stats.drafted_tokens
         assert run(engine, jobs, {}) == expected
         assert stats_of(engine).pre_rolled_rows == 0
 
@@ -318,15 +321,3 @@ def test_the_cost_model_learns_without_a_drafter():
     assert other.speculator.state_dict() == state
     assert run(other, jobs, right) == expected
     assert emitted_a_row(stats_of(other)) > 15
-
-
-def test_both_sources_in_one_step():
-    """Requests without an earlier response draft by the drafter beside those that have one."""
-    jobs = long_jobs(4)
-    expected, right, weights = plain("llama", jobs)
-    some = {name: tokens for name, tokens in right.items() if name[0] % 2}
-    engine = speculating_engine(small_config("llama"), weights, speculation=DRAFTERS["suffix"])
-    assert run(engine, jobs, some) == expected
-    stats = stats_of(engine)
-    assert 0 < stats.pre_rolled_drafted < stats.drafted_tokens
-    assert stats.pre_rolled_accepted == stats.pre_rolled_drafted

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton", reason="triton is not installed")
-
 from megatron_tlt.models.decoders.torch.kernels import experts
 from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 from megatron_tlt.models.decoders.torch.layers import PLAIN
+from tests.helpers import interpreted
 from tests.helpers.budget import noted_launches
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+normal = partial(interpreted.normal, power=0.5)
 # rows, hidden, experts, chosen, width: no expert without and some without rows; sizes that no tile divides; many rows
 SHAPES = [(1, 64, 8, 2, 24), (37, 136, 6, 3, 72), (70, 64, 3, 2, 40), (80, 64, 3, 2, 40)]
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.5
-    return made.to(DEVICE, dtype)
 
 
 # Triton's interpreter has no bf16 products

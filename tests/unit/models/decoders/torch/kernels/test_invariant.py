@@ -5,17 +5,11 @@ In Triton's interpreter or on a GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton", reason="triton is not installed")
-
 
 from megatron_tlt.models.decoders.torch.attention import RaggedPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
@@ -25,10 +19,9 @@ from megatron_tlt.models.decoders.torch.kernels.layers import FUSED, INVARIANT
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
-from tests.helpers.interpreted import products_by_rows
+from tests.helpers.interpreted import DEVICE, normal, products_by_rows
 from tests.helpers.tiny_models import Driver, moe_config, random_weights, rows_input
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK, BLOCKS = 16, 64
 DENSE = ModelConfig("qwen3", 77, 48, 2, 3, 1, 24, 80, qk_norm=True, max_position_embeddings=256)
 SPARSE = moe_config("qwen3_moe", 61)  # of qwen2_moe a CPU rounds the shared expert's sigmoid by its place in a call
@@ -41,10 +34,6 @@ def _by_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("megatron_tlt.models.decoders.torch.paged._INVARIANT_PROGRAMS", 4)
     with products_by_rows():
         yield
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 @DTYPES

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton", reason="triton is not installed")
-
 from megatron_tlt.models.decoders.torch.kernels.layers import FUSED
 from megatron_tlt.models.decoders.torch.layers import PLAIN
+from tests.helpers.interpreted import DEVICE, normal
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {torch.float32: {"atol": 1e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 1e-3, "rtol": 2**-6}}
 
 
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("hidden", [64, 200])

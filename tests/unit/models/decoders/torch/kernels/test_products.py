@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton", reason="triton is not installed")
-
 from megatron_tlt.models.decoders.torch.kernels.products import product
+from tests.helpers import interpreted
 from tests.helpers.budget import noted_launches
 from tests.helpers.interpreted import products_by_rows
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+normal = partial(interpreted.normal, power=0.25)
 # Columns, K, whether there is a bias: one tile that is not full; several of both; splits of K, the last one shorter.
 SHAPES = [(24, 40, True), (300, 200, False), (130, 1100, True)]
 
@@ -26,11 +23,6 @@ SHAPES = [(24, 40, True), (300, 200, False), (130, 1100, True)]
 def _by_rows() -> Iterator[None]:
     with products_by_rows():
         yield
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * shape[-1] ** -0.25
-    return made.to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

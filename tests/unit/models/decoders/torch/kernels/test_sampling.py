@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
+import triton
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-triton = pytest.importorskip("triton", reason="triton is not installed")
-
-from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor  # noqa: E402
-from megatron_tlt.models.decoders.torch.kernels import sampling  # noqa: E402
-from megatron_tlt.rollout.sampler import Sampler, SamplingRows  # noqa: E402
+from megatron_tlt.models.decoders.keyed_noise import best_candidates, gumbel_noise, key_tensor
+from megatron_tlt.models.decoders.torch.kernels import sampling
+from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+from tests.helpers.interpreted import DEVICE
 
 tl = triton.language
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEATS = np.array([0.0, 0.7, 1.0, 1.5], np.float32)
 
 
