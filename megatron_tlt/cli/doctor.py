@@ -121,7 +121,8 @@ def check_compiler(has_gpu: bool) -> Finding:
     except BackendError as error:
         first, *said = str(error).splitlines()
         wrong = [line.strip() for line in said if "error:" in line.lower()][:1]
-        return Finding("C compiler", "warning", " ".join([first, *wrong]), hint)
+        is_compilers = bool(said) or find_compiler() is None  # else the cache's, whose error names the mend
+        return Finding("C compiler", "warning", " ".join([first, *wrong]), hint if is_compilers else "")
     return Finding("C compiler", "ok", str(find_compiler()), hint)
 
 

@@ -127,7 +127,7 @@ def read_sequences(
     which are left out. A sequence's `prompt_id` is the record's number, from 1.
 
     `most`: of the first records only. Raises DataError naming file and record for one that cannot be encoded, and where
-    all are longer.
+    all are longer, in a file of fewer than `most`.
     """
     sequences: list[TrainSequence] = []
     long: list[tuple[int, str]] = []  # tokens and place

@@ -137,7 +137,7 @@ class DrafterModel(nn.Module, ABC):
     @abstractmethod
     def unroll(self, embed: Tensor, batch: DraftBatch, layout: Any, steps: int) -> list[Tensor]:
         """Drafts `steps` tokens ahead from every base, fed with the true tokens: outputs [N, W], of H or more columns,
-        for each position.
+        for each position. `layout`: which pairs attend to which, the kind's `PairLayout` (eagle/pairs.py).
         """
 
     @abstractmethod

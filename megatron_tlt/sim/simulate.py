@@ -32,7 +32,7 @@ class Simulation:
         self._drafter = Adaptation(config)
         self._rollouts, decode_step = Rollouts(config, costs, self._cluster.replicas), 0.0
         most = self._rollouts.most(config.workload.prompts_per_step, config.rollout.samples_per_prompt)
-        if config.idle.pre_rollout:  # in full batches
+        if config.idle.pre_rollout:
             decode_step = costs.step(most, most, most * self._lengths.of(0).mean() / 2, False)
         micro_step = self._cluster.micro_step() if config.idle.train_drafter else 0.0
         self._idle = IdleTime(config, micro_step, decode_step)

@@ -182,7 +182,7 @@ def _hash_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
 def _problems_of_copies(config: TrainingConfig, world: World, hosts: Sequence[str]) -> list[ConfigProblem]:
     """Weights and rows of which hosts have different copies: each rank reads its host's, and replicas would train
-    apart, or on other numbers of tokens than the loss is divided by.
+    apart. Of prompts' rows the prompts, answers and tools are compared, no other columns.
 
     `hosts`: of all ranks, of which the first of each host reads. Collective.
     """

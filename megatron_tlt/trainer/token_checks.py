@@ -99,8 +99,8 @@ def record_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
 
 def long_records(config: TrainingConfig) -> tuple[list[ConfigProblem], list[str]]:
-    """For `check`, of the first records in each file on this machine: one that cannot be encoded, and a file in which
-    none fits into `model.max_context`; a warning for each file of which some are left out.
+    """For `check`, of the first records in each file on this machine: one that cannot be encoded, and a file of
+    fewer records in which none fits into `model.max_context`; a warning for each file of which some are left out.
 
     A start encodes all of them and says the same.
     """

@@ -33,7 +33,7 @@ def check_algorithm(config: Config) -> Problems:
     if rollout.samples_per_prompt < 2 and (algorithm.name in GROUP_RELATIVE or _distills_beside_rewards(config)):
         allowed = f"must be >= 2: {algorithm.name} compares the rewards of the responses to one prompt"
         if algorithm.name == "distill":
-            allowed += " (with rewards.functions of weight 0 alone and without algorithm.overlong_buffer 1 will do)"
+            allowed += " (1 is allowed where all rewards.functions have weight 0 and algorithm.overlong_buffer is 0)"
         yield ConfigProblem("rollout.samples_per_prompt", rollout.samples_per_prompt, allowed)
     if algorithm.dynamic_sampling and rollout.samples_per_prompt < 2:
         allowed = "needs rollout.samples_per_prompt >= 2, or every group has equal rewards and is dropped"

@@ -180,9 +180,21 @@ def converted(scene: Scene) -> Scene:
     return scene.finish()
 
 
+def chained(scene: Scene) -> Scene:
+    """Two jobs of one name, one after the other, in place of requeueing."""
+    options = (*ONE_NODE, "--dependency=singleton", "--job-name=chain", "--no-requeue")
+    env = {"PYTHON": scene.recorder, "RECORDED_EXIT": 75}
+    scene.submit("train", "tiny.yaml", options=options, **env)
+    first = scene.job
+    scene.submit("train", "tiny.yaml", options=options, **{**env, "RECORDED_EXIT": 0})
+    scene.finish()
+    scene.first = scene.cluster.wait(first)  # type: ignore[attr-defined]
+    return scene
+
+
 _LONGEST_FIRST = timed_out, requeued, preempted, killed, warned, cancelled, whole, eight_gpus, wrong_config, wrong_pair
 SCENARIOS: dict[str, Callable[[Scene], Scene]] = {
-    play.__name__: play for play in (*_LONGEST_FIRST, crash_loop, converted)
+    play.__name__: play for play in (*_LONGEST_FIRST, crash_loop, converted, chained)
 }
 
 

@@ -130,6 +130,17 @@ def test_convert_runs_on_the_ranks(scenes):
     assert list((scene.folder / "megatron").rglob("*.distcp"))
 
 
+def test_a_chain_of_jobs_goes_on_whatever_the_exit_code(scenes):
+    scene, end = ended(scenes, "chained")
+    assert (scene.first["JobState"], scene.first["ExitCode"], scene.first["Restarts"]) == (
+        "FAILED",
+        "75:0",
+        "0",
+    )
+    assert end == ("COMPLETED", "0:0", "0")
+    assert scene.facts["StartTime"] >= scene.first["EndTime"]
+
+
 def test_fine_tuning_can_be_submitted_from_anywhere(cluster, tmp_path):
     """Also by those whose sbatch passes no environment on: the ranks get what the script sets."""
     scene = Scene(cluster, tmp_path / "sft")

@@ -71,6 +71,16 @@ def test_a_compiler_builds_the_decoder_and_has_headers_for_triton(gcc, has_gpu, 
     assert found.status == status and said in found.detail and "\n" not in found.detail
 
 
+def test_a_cache_without_room_is_no_fault_of_the_compiler(monkeypatch):
+    def library_path(options):
+        raise doctor.BackendError("cannot build the native decoder: No space left on device; set MEGATRON_TLT_CACHE")
+
+    monkeypatch.setattr(doctor, "library_path", library_path)
+    monkeypatch.setattr(doctor, "find_compiler", lambda: "/usr/bin/gcc")
+    found = doctor.check_compiler(has_gpu=False)
+    assert found.status == "warning" and "MEGATRON_TLT_CACHE" in found.detail and not found.hint
+
+
 @pytest.mark.parametrize(("device", "status"), [(["nvidia0"], "FAILED"), ([], "absent")])
 def test_a_driver_without_an_answer_counts_where_there_is_a_device(device, status, program, monkeypatch):
     program("nvidia-smi", "echo NVIDIA-SMI has failed >&2; exit 9")
