@@ -25,8 +25,8 @@ export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREAD
 export TOKENIZERS_PARALLELISM=false
 # Ranks, and later starts, hash texts alike: some procedural tasks draw their items from a set.
 export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
-# The heap of glibc on pages of 2 MiB where the kernel gives them to those that ask: a walk through the weights meets 512 times
-# fewer of them.
+# glibc asks for pages of 2 MiB for its heap, which many kernels map on request only: a pass over the weights then needs 512
+# times fewer translations of addresses.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 # All ranks are on this machine, so nothing must be reachable from outside.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"

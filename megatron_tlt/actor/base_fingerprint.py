@@ -6,7 +6,7 @@ change matrices in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megatron_tlt.actor.hf_names import slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader, locate
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.root import TrainingConfig
+from megatron_tlt.data.hashing import stamp
 from megatron_tlt.drafters.fingerprint import digest_of, policy_fingerprint, spaced, stored_rows
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import ModelConfig
@@ -87,14 +88,11 @@ def _hf_rows(path: str, config: ModelConfig) -> Iterator[Tensor]:
 
 def _megatron_layers(path: str, config: ModelConfig) -> str:
     directory = locate(path)
-    stats = {file.name: file.stat() for file in directory.iterdir() if file.is_file()}
-    state = frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items())
-    return _layers_of_state(directory, config, state)
+    return _layers_of_stamp(directory, config, stamp(directory.iterdir()))
 
 
 @cache
-def _layers_of_state(directory: Path, config: ModelConfig, state: frozenset[tuple[str, int, int]]) -> str:
-    """`state`: name, size and time of change (ns) of each file."""
+def _layers_of_stamp(directory: Path, config: ModelConfig, _stamp: Hashable) -> str:
     return digest_of(_megatron_rows(directory, config))
 
 

@@ -108,12 +108,11 @@ class DrafterSection(Section):
 
     def online_draft_steps(self, kind: DrafterFacts) -> int:
         """`online.draft_steps`, or the value of auto with a drafter of this kind."""
-        given = self.online.draft_steps
-        return kind.online_draft_steps if given == "auto" else given
+        return kind.draft_steps(self.online.draft_steps)
 
     def drafted(self, kind: DrafterFacts) -> int:
         """`draft_steps`, or the value of auto with a drafter of this kind."""
-        return kind.online_draft_steps if self.draft_steps == "auto" else self.draft_steps
+        return kind.draft_steps(self.draft_steps)
 
     def step_tokens(self, device: str) -> int:
         """`batch_tokens`, or the value of auto on a device of this type."""

@@ -93,6 +93,10 @@ class DrafterFacts:
         layer = 10 * shape.hidden_size + heads + 3 * shape.intermediate_size
         return layer * steps + (self.more_kept * steps - self.less_first) * shape.hidden_size
 
+    def draft_steps(self, given: int | Literal["auto"]) -> int:
+        """Drafted positions of a training micro-step, of which a configuration has `given`."""
+        return self.online_draft_steps if given == "auto" else given
+
     def passes(self, length: int) -> int:
         """Forward passes of a draft of `length` tokens: one a position."""
         return length

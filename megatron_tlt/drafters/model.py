@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError, shortened
 from megatron_tlt.models.decoders.torch.layers import rope_table
 from megatron_tlt.models.hf.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_tlt.drafters.eagle.pairs import PairLayout
 
 _FIRST_POSITIONS = 4096  # rotary table at start; it grows by need
 
@@ -135,9 +138,9 @@ class DrafterModel(nn.Module, ABC):
         """
 
     @abstractmethod
-    def unroll(self, embed: Tensor, batch: DraftBatch, layout: Any, steps: int) -> list[Tensor]:
+    def unroll(self, embed: Tensor, batch: DraftBatch, layout: PairLayout, steps: int) -> list[Tensor]:
         """Drafts `steps` tokens ahead from every base, fed with the true tokens: outputs [N, W], of H or more columns,
-        for each position. `layout`: which pairs attend to which, the kind's `PairLayout` (eagle/pairs.py).
+        for each position.
         """
 
     @abstractmethod

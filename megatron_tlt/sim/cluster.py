@@ -66,8 +66,7 @@ class Cluster:
         training, model = self._config.training, self._config.model
         drafter, tokens = trained_drafter(self._config), training.micro_step_tokens
         read = drafter.read_elements(model, self._config.rollout.speculation.drafted_tokens(model.vocab_size))
-        steps = drafter.online_draft_steps if training.draft_steps == "auto" else training.draft_steps
-        operations = 6.0 * read * drafter.passes(steps) * tokens
+        operations = 6.0 * read * drafter.passes(drafter.draft_steps(training.draft_steps)) * tokens
         return operations / (self._gpu.flops * training.mfu * self._config.rollout.tp) + 2e-3
 
 

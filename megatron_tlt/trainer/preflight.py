@@ -19,7 +19,6 @@ from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.checks.layout import check_hosts, resolve_device
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.data import UNREAD
-from megatron_tlt.config.planning.parameters import drafted_tokens
 from megatron_tlt.config.planning.report import fits_line, render_check
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import form_of
@@ -145,7 +144,7 @@ def _unseen_drafter(config: TrainingConfig, shape: ArchitectureConfig | None) ->
     section = config.rl.rollout.speculation
     if section.trained is None or section.drafter_path is None or Path(section.drafter_path).exists():
         return []
-    tokens, at = drafted_tokens(config.rl, shape), "rollout.speculation.draft_vocab_size"
+    tokens, at = section.drafted_tokens(shape.vocab_size), "rollout.speculation.draft_vocab_size"
     whose = f"{at}" if section.draft_vocab_size else f"the policy's vocabulary; {at} says another size"
     return [f"the drafter {section.drafter_path} is not here: the plan assumes {tokens} tokens ({whose})"]
 

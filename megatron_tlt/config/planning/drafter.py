@@ -27,7 +27,6 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import has_packed_head, read_bytes
 from megatron_tlt.config.planning.parameters import (
     MIB,
-    drafted_tokens,
     drafter_parameters,
     element_bytes,
     pinned_bytes,
@@ -53,7 +52,7 @@ def training_parts(config: Config, shape: ArchitectureConfig, device: Device) ->
     weights = element_bytes(config.drafter.sizes(device).dtype)
     sharded = (4 if weights < 4 else 0) + 12  # a master copy beside bf16 weights; their mean, two moments
     # Ranks are summed over parameter by parameter, in fp32.
-    summed = 4 * kind.largest_parameter(shape, drafted_tokens(config, shape))
+    summed = 4 * kind.largest_parameter(shape, config.rollout.speculation.drafted_tokens(shape.vocab_size))
     gradients = weights * count + summed if tp > 1 else 4 * count
     is_contiguous = shape.tie_word_embeddings or not (has_packed_head(config, device) or tp > 1)
     head = 0 if is_contiguous else shape.vocab_size * shape.hidden_size * element_bytes(config.rollout.dtype)
@@ -80,14 +79,14 @@ def _step_bytes(config: Config, shape: ArchitectureConfig, device: Device, kind:
     sizes, hidden, inter = config.drafter.sizes(device), shape.hidden_size, shape.intermediate_size
     tokens, element = sizes.micro_step_tokens, element_bytes(sizes.dtype)
     kept = tokens * element * kind.kept_elements(shape, config.drafter.online_draft_steps(kind))
-    drafted = drafted_tokens(config, shape)
+    drafted = config.rollout.speculation.drafted_tokens(shape.vocab_size)
     blocks = 4 * 4 * min(HEAD_BLOCK, tokens * drafted)
     rows = drafted * hidden * element_bytes(config.rollout.dtype) if drafted < shape.vocab_size else 0
     if device == "cpu" and config.rollout.dtype == "bf16":
         rows += 4 * drafted * hidden  # a processor without products of bf16 multiplies them in fp32
     loss = kept + tokens * hidden * (12 + element) + blocks + rows
     if kind.has_own_head:
-        head = 4 * kind.head_elements(shape, drafted_tokens(config, shape))
+        head = 4 * kind.head_elements(shape, config.rollout.speculation.drafted_tokens(shape.vocab_size))
         loss = kept + tokens * hidden * (20 + element) + max(blocks + head, 2 * head)
     back = kept + element * (tokens * (3 * inter + hidden) + inter * hidden)
     states = kind.state_parts * tokens * hidden * element_bytes(config.rollout.dtype)

@@ -23,7 +23,6 @@ from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.parameters import (
     MIB,
     decoder_parameters,
-    drafted_tokens,
     drafter_parameters,
     element_bytes,
     expert_parameters,
@@ -113,7 +112,7 @@ def drafter_weight_bytes(config: Config, shape: ArchitectureConfig, device: Devi
     """The engine's own copy of the trained drafter, whole on every rank; of a reduced vocabulary without an LM head of
     its own with the rows of the policy's, of a block drafter beside the native decoder with the head, unpacked.
     """
-    count, tokens = drafter_parameters(config, shape), drafted_tokens(config, shape)
+    count, tokens = drafter_parameters(config, shape), config.rollout.speculation.drafted_tokens(shape.vocab_size)
     kind = config.rollout.speculation.trained
     is_copied = kind is not None and kind.passes(2) == 1 and has_packed_head(config, device)
     is_copied = is_copied and not shape.tie_word_embeddings
@@ -176,7 +175,7 @@ def draft_bytes(config: Config, shape: ArchitectureConfig) -> int:
     rollout, kind = config.rollout, config.rollout.speculation.trained
     if kind is None or kind.rows == 1 or rollout.backend != "embedded":
         return 0
-    requests, tokens = rollout.max_running_requests, drafted_tokens(config, shape)
+    requests, tokens = rollout.max_running_requests, config.rollout.speculation.drafted_tokens(shape.vocab_size)
     one = requests * tokens  # logits of a position
     some = min(one * kind.rows, max(one, LOGITS_AT_ONCE))
     element, rows = element_bytes(rollout.dtype), requests * kind.rows

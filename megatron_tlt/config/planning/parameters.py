@@ -106,12 +106,7 @@ def drafter_parameters(config: Config, shape: ArchitectureConfig) -> int:
     """Parameters of the trained drafter; its layer is counted in the policy's sizes. 0 without one."""
     speculation = config.rollout.speculation
     kind = speculation.trained
-    return 0 if kind is None else kind.parameters(shape, drafted_tokens(config, shape))
-
-
-def drafted_tokens(config: Config, shape: ArchitectureConfig) -> int:
-    """The drafter's vocabulary."""
-    return config.rollout.speculation.drafted_tokens(shape.vocab_size)
+    return 0 if kind is None else kind.parameters(shape, config.rollout.speculation.drafted_tokens(shape.vocab_size))
 
 
 def kv_bytes_per_token(config: Config, shape: ArchitectureConfig) -> int:

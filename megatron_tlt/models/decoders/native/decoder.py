@@ -156,7 +156,7 @@ class NativeDecoder:
         if code := self._lib.tlt_forward(forward.model, step, self.threads, forward.all_reduce):
             error, forward.reduce_error = forward.reduce_error, None
             if code == REDUCE_FAILED and not isinstance(error, Exception):
-                # None: Ctrl-C at the callback's entry, where Python can raise it to nobody and drops it.
+                # None: Ctrl-C at the callback's entry; ctypes prints such an exception and drops it.
                 raise error or KeyboardInterrupt
             raise BackendError(f"native forward refused: {ERRORS.get(code, code)}") from error
         return DecoderOutput(logits, hidden, routed_experts)

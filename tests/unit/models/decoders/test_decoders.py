@@ -227,7 +227,7 @@ def test_native_tensor_parallel_over_processes(tmp_path) -> None:
 
 
 class Reducing:
-    """One of two tensor-parallel ranks, whose all-reduce raises `error`; None: there is nobody else."""
+    """One of two tensor-parallel ranks, whose all-reduce raises `error`; None: which sums nothing."""
 
     rank, size, calls = 0, 2, 0
 
@@ -253,7 +253,7 @@ def test_a_failing_all_reduce_is_reported_with_its_cause() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_at_entry", [False, True])
 def test_ctrl_c_in_an_all_reduce_is_not_lost(is_at_entry: bool) -> None:
-    """At the very entry of the function that C calls there is nobody whom Python could raise it to."""
+    """At the entry of the function that C calls, before its `try`, ctypes drops the exception."""
     tp = Reducing(None if is_at_entry else KeyboardInterrupt())
     driver = Driver(loaded("native", tp=tp))
 

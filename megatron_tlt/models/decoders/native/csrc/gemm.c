@@ -140,12 +140,9 @@ static void multiply(const KernelArgs *args, long np) {
     for (long call = 0; call < args->calls; call++) {
         const cell *panel = args->w + call * args->panel;
         float *out = args->out + call * NR;
-        if (is_plain) {
-            tile_product(args->a, args->a_stride, rows, panel, args->steps, ahead, out, args->out_stride);
-            continue;
-        }
-        tile_product(args->a, args->a_stride, rows, panel, args->steps, ahead, &sums[0][0], NR);
-        for (long m = 0; m < rows; m++) {
+        tile_product(args->a, args->a_stride, rows, panel, args->steps, ahead, is_plain ? out : &sums[0][0],
+                     is_plain ? args->out_stride : NR);
+        for (long m = 0; m < rows && !is_plain; m++) {
             float *y = out + m * args->out_stride;
             for (int v = 0; v < NV; v++) {
                 const vf sum = vload(sums[m] + v * VW);
