@@ -12,6 +12,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# Ranks and engines that a benchmark starts have their heap on pages of 2 MiB, as those of launch/local.sh.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+
 
 def machine() -> str:
     """Processor and cores, for the record."""
