@@ -22,12 +22,7 @@ done
 
 # Without a limit every rank's thread pool would take all cores.
 export OMP_NUM_THREADS="$threads" MKL_NUM_THREADS="$threads" OPENBLAS_NUM_THREADS="$threads"
-export TOKENIZERS_PARALLELISM=false
-# Ranks, and later starts, hash texts alike: some procedural tasks draw their items from a set.
-export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
-# glibc asks for pages of 2 MiB for its heap, which many kernels map on request only: a pass over the weights then needs 512
-# times fewer translations of addresses.
-export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
+set_rank_environment
 # All ranks are on this machine, so nothing must be reachable from outside.
 export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-lo}"
 # Also within an allocation of Slurm, where mpiexec would start them through srun.
@@ -39,7 +34,6 @@ export MPIR_CVAR_POLLS_BEFORE_YIELD="${MPIR_CVAR_POLLS_BEFORE_YIELD:-10}"
 if [ -t 1 ] && [ "${TERM:-dumb}" != dumb ]; then
     export MEGATRON_TLT_TERMINAL_COLUMNS="${COLUMNS:-$(tput cols 2>/dev/null || echo 100)}"
 fi
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # `-m mpi4py` ends all ranks when one of them raises.
 run_apart TERM "$mpiexec" -n "$ranks" "$python" -m mpi4py -m megatron_tlt "$subcommand" "${rest[@]}"

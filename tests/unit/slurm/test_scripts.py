@@ -334,10 +334,10 @@ def test_the_interface_between_nodes_is_logged_where_iface_is_not_set():
 @pytest.mark.parametrize(
     ("given", "threads"), [("SLURM_CPUS_PER_TASK=", 1), ("SLURM_CPUS_PER_TASK=8", 8), ("OMP_NUM_THREADS=2", 2)]
 )
-def test_a_rank_has_the_threads_of_the_cpus_that_were_asked_for(monkeypatch, given, threads):
+def test_a_rank_has_large_pages_and_the_threads_of_the_cpus_that_were_asked_for(monkeypatch, given, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    script = f"root=/r PYTHON=/bin/true; {given}; set_environment; env | grep ^OMP"
-    assert in_common(script) == f"OMP_NUM_THREADS={threads}"
+    script = f"root=/r PYTHON=/bin/true; {given}; set_environment; env | grep -E '^OMP|^GLIBC' | sort"
+    assert in_common(script).splitlines() == ["GLIBC_TUNABLES=glibc.malloc.hugetlb=1", f"OMP_NUM_THREADS={threads}"]
 
 
 def test_a_node_with_fewer_cpus_than_the_first_sets_those_of_a_task():
