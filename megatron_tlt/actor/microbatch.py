@@ -12,6 +12,7 @@ Under context parallelism every sequence is padded to a multiple of 2 cp rows, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -28,6 +29,15 @@ from megatron_tlt.data.packing import pack_by_budget
 from megatron_tlt.types import TrainSequence, Trajectory
 
 
+def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
+    """What the rows of products in `dtype` are padded to a multiple of.
+
+    oneDNN, which multiplies bf16 on CPUs, compiles a kernel for each number of rows and keeps it, in pieces all over
+    the heap: with a new number in each micro-batch a rank's memory would grow with every step.
+    """
+    return 128 if device.type == "cpu" and dtype is torch.bfloat16 else 1
+
+
 class RowLayout(NamedTuple):
     """How the ranks of a replica divide a micro-batch's rows, and where its tensors go."""
 
@@ -36,6 +46,7 @@ class RowLayout(NamedTuple):
     tp: int = 1
     cp: int = 1
     cp_rank: int = 0
+    row_multiple: int = 1  # of all rows of a micro-batch, see `row_multiple`
 
     @property
     def multiple(self) -> int:
@@ -123,7 +134,8 @@ def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layo
     chosen = tuple(sequences[i] for i in members)
     trajectories = [s.trajectory for s in chosen]
     sizes = [layout.padded(t.length - 1) for t in trajectories]
-    if padding := -sum(sizes) % (layout.multiple * layout.tp):  # sequence parallelism divides the rows of a rank
+    # Sequence parallelism divides the rows of a rank.
+    if padding := -sum(sizes) % math.lcm(layout.multiple * layout.tp, layout.row_multiple):
         sizes = [*sizes, padding]
     starts = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.zeros(starts[-1], np.int64)

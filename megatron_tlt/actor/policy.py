@@ -45,6 +45,7 @@ from megatron_tlt.actor.microbatch import (
     filler,
     num_tokens,
     pack_micro_batches,
+    row_multiple,
     scatter,
     with_routing,
 )
@@ -65,6 +66,7 @@ from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
+from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
 from megatron_tlt.observe.log import announced
@@ -314,8 +316,9 @@ class MegatronPolicy:
 
     @property
     def _row_layout(self) -> RowLayout:
-        dims = self.dims
-        return RowLayout(current_device(), packed_format(self.actor), dims.tp, dims.cp, self.groups.at.cp)
+        dims, device = self.dims, current_device()
+        multiple = row_multiple(DTYPES[self.actor.dtype], device)
+        return RowLayout(device, packed_format(self.actor), dims.tp, dims.cp, self.groups.at.cp, multiple)
 
     # ---- hidden states
 

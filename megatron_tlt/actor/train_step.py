@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tlt.actor.build import PolicyModel
@@ -99,17 +100,16 @@ def forward_logprobs(model: PolicyModel, batches: Sequence[MicroBatch], temperat
 def _statistics(
     model: PolicyModel, batch: MicroBatch, logits: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies [N] of all response rows, from the logits [1, N of this rank, V] of those here.
-
-    Collective over the context parallel group.
+    """Log-probs and entropies [N] of all response rows, from the logits of those here, [1, N of this rank, V], and of
+    padding behind them. Collective over the context parallel group.
     """
     labels = batch.labels if batch.own is None else batch.labels[batch.own]
-    found = token_statistics(logits.squeeze(0), labels, vocab_shard(model), temperature, with_entropy)
-    if batch.own is None:
-        return found
-    local = torch.stack([values for values in found if values is not None])
-    whole = whole_responses(local, batch.own, len(batch.labels), model.groups.cp)
-    return whole[0], whole[1] if with_entropy else None
+    padded = F.pad(labels, (0, logits.shape[1] - len(labels)))
+    logprobs, entropy = token_statistics(logits.squeeze(0), padded, vocab_shard(model), temperature, with_entropy)
+    found = [values[: len(labels)] for values in (logprobs, entropy) if values is not None]
+    if batch.own is not None:
+        found = [*whole_responses(torch.stack(found), batch.own, len(batch.labels), model.groups.cp)]
+    return found[0], found[1] if with_entropy else None
 
 
 def vocab_shard(model: PolicyModel) -> VocabShard:
