@@ -209,7 +209,8 @@ def main() -> None:
         args.models, args.threads, args.repeats = ["demo"], [1], 5
     if args.moe:
         args.models, args.threads = ["moe"], [1]
-    assert not HAS_CUDA, "this compares the CPU paths"
+    if HAS_CUDA:
+        raise SystemExit("this compares the CPU paths: hide the GPUs (CUDA_VISIBLE_DEVICES=), or run gpu_check.py")
     world = World.start(DistributedSection(device="cpu"))
     rows = []
     for model in args.models:

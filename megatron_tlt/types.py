@@ -187,7 +187,7 @@ class GenerateCall:
 
 @dataclass(slots=True)
 class Trajectory:
-    """The tokens of a prompt and its response, and which of them the policy drew. One type on every floor.
+    """The tokens of a prompt and its response, and which of them the policy drew.
 
     Prompt tokens and the spans `given` of the response are context: they have no loss and no drafts. A sampling key's
     position counts all response tokens, drawn or given.
@@ -338,9 +338,9 @@ LEAST_TRAINED = 2  # tokens of a response that a drafter trains on: it has no dr
 class HiddenStateSample:
     """A trajectory with the policy's hidden states, as the engine computed them (`rollout.hidden_states`).
 
-    W is the width of a state: H, the policy's hidden size, or for a drafter of kind eagle3 4 H, the outputs (residual
-    stream) of its three layers, ascending, before the state after the final norm. The last token was drawn and never
-    fed: it has no state.
+    W is the width of a state: H, the policy's hidden size, and H more for each layer that a drafter of kind eagle3 or
+    dspark reads: their outputs (residual stream), ascending, before the state after the final norm. The last token was
+    drawn and never fed: it has no state.
     """
 
     trajectory: Trajectory

@@ -2,7 +2,7 @@
 
 Legend: E experts, H hidden, V vocabulary, n query heads, g key/value heads, d head width, F MLP width, tp TP size.
 
-Pure functions on tensors and names: no process group, no megatron. Experts are stacked (`models.experts`).
+Pure functions on tensors and names: no process group, no megatron. Experts are stacked (`models/hf/experts.py`).
 One `Slot` is one megatron parameter:
 
     kind          Hugging Face tensors            cut over TP

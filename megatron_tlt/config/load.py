@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -29,7 +30,9 @@ from megatron_tlt.config.schema import (
 )
 from megatron_tlt.config.yaml_reader import (
     DEFAULTS_KEY,
+    Files,
     deep_merge,
+    file_with,
     has_comment,
     parse_yaml,
     read_config_file,
@@ -39,6 +42,8 @@ from megatron_tlt.errors import ConfigError, ConfigProblem
 from megatron_tlt.types import BackendName
 
 RootT = TypeVar("RootT", bound=Section)
+
+_UNKNOWN = "unknown key"
 
 # Fields of `rollout` that `generate` does not read: it has options of its own, and is the embedded engine of all ranks,
 # which generates whole responses.
@@ -58,7 +63,8 @@ def load_config(
     whose values then replace earlier ones. Raises ConfigError with all problems of the file and of the overrides.
     `notes`: gets what the user should read first.
     """
-    return build_config(read_config_file(Path(path), root), overrides, root, notes)
+    files: Files = []
+    return build_config(read_config_file(Path(path), root, files=files), overrides, root, notes, files)
 
 
 def is_file(override: str) -> bool:
@@ -71,14 +77,17 @@ def build_config(
     overrides: Sequence[str] = (),
     root: type[RootT] = Config,  # type: ignore[assignment]
     notes: list[str] | None = None,
+    files: Files | None = None,
 ) -> RootT:
-    """Like `load_config`, from a mapping in memory; `values` is not changed. Raises ConfigError."""
-    tree = unshared(values)
+    """Like `load_config`, from a mapping in memory; `values` is not changed. `files`: those that `values` were read
+    from; gets those of `overrides`. Raises ConfigError.
+    """
+    tree, files = unshared(values), [] if files is None else files
     problems: list[ConfigProblem] = []
     for override in overrides:
         try:
             if is_file(override):
-                tree = deep_merge(tree, read_config_file(Path(override), root))
+                tree = deep_merge(tree, read_config_file(Path(override), root, files=files))
             else:
                 apply_override(tree, override)
         except ConfigError as error:
@@ -89,7 +98,7 @@ def build_config(
     try:
         config = root.model_validate(tree)
     except ValidationError as error:
-        problems += _explain(error, root)
+        problems += [_with_file(problem, files) for problem in _explain(error, root)]
     else:
         problems += check_nulls(config)
     if problems:
@@ -213,25 +222,33 @@ def _problems(detail: ErrorDetails, root: type[BaseModel]) -> list[ConfigProblem
     return [ConfigProblem(path, detail["input"], f"must be {allowed}")]
 
 
+def _with_file(problem: ConfigProblem, files: Files) -> ConfigProblem:
+    """The problem of a key that is not known, with the file in which it stands; others as they are."""
+    file = file_with(problem.path, files) if problem.allowed.startswith(_UNKNOWN) else None
+    if file is None:
+        return problem
+    return replace(problem, allowed=f"{_UNKNOWN} in {file}{problem.allowed.removeprefix(_UNKNOWN)}")
+
+
 def _unknown_keys(
     root: type[BaseModel], section: type[BaseModel], parent: str, key: str, value: Any
 ) -> list[ConfigProblem]:
     """Of a key that `section` at `parent` does not have; of a tree of another framework, each of its settings."""
     path = f"{parent}.{key}" if parent else key
     if path == "sft":
-        return [ConfigProblem(path, value, "unknown key; a config of `megatron-tlt sft` (and `check --sft`)")]
+        return [ConfigProblem(path, value, f"{_UNKNOWN}; a config of `megatron-tlt sft` (and `check --sft`)")]
     found = {at: (inner, name_here(root, parent, at)) for at, inner in leaves(path, value)}
     if any(here is not None for _, here in found.values()):
         return [ConfigProblem(at, inner, _unknown(here)) for at, (inner, here) in found.items()]
     near = nearest_path(root, section, parent, key)
     hint = f"did you mean {near}?" if near else f"known here: {', '.join(section.model_fields)}"
-    return [ConfigProblem(path, value, f"unknown key; {hint}")]
+    return [ConfigProblem(path, value, f"{_UNKNOWN}; {hint}")]
 
 
 def _unknown(here: Here | None) -> str:
     """What is allowed in place of another framework's setting."""
     if here is None:
-        return "unknown key"
+        return _UNKNOWN
     if not here.path:
-        return f"unknown key; there is none here ({here.note})"
-    return f"unknown key; did you mean {here.path}?{f' ({here.note})' if here.note else ''}"
+        return f"{_UNKNOWN}; there is none here ({here.note})"
+    return f"{_UNKNOWN}; did you mean {here.path}?{f' ({here.note})' if here.note else ''}"

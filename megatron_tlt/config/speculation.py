@@ -64,7 +64,7 @@ class SpeculationSection(Section):
     selector: Literal["fixed", "beg_mab", "cost_model"] = "cost_model"
     """fixed: always draft_len. beg_mab: a bandit picks among draft lengths by running requests. cost_model: the
     draft length with the most expected tokens per second, by measured step costs and acceptance rates; 0 where plain
-    decoding is faster. Its trials of other draft lengths take 1 % of the time, the first ones more."""
+    decoding is faster. Its trials cost 1 to 2 % of the time, more in the first rollouts."""
     draft_len: PositiveInt = Field(default=11, le=32)
     """Most tokens drafted in a row. beg_mab takes those of bandit.arms: less than the largest of them is refused."""
     suffix: SuffixSection = SuffixSection()

@@ -19,6 +19,7 @@ from megatron_tlt.errors import ConfigError, no_such_file
 DEFAULTS_KEY = "defaults"
 _QUOTED = 100  # characters of a line in a message
 _MOST_VALUES = 100_000  # of a file: a few nested aliases would be billions
+Files = list[tuple[Path, dict[str, Any]]]  # with their own values, without those of `defaults`
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -86,11 +87,13 @@ def deep_merge(base: Any, over: Any) -> Any:
     return base | {key: deep_merge(base.get(key), value) if value else value for key, value in over.items()}
 
 
-def read_config_file(path: Path, root: type[BaseModel] | None = None, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_config_file(
+    path: Path, root: type[BaseModel] | None = None, chain: tuple[Path, ...] = (), files: Files | None = None
+) -> dict[str, Any]:
     """The mapping in `path` over those it names in `defaults:` (relative to the file, later ones win).
 
     With the class of its `root` other relative paths stand in it as `InFile`. `chain` holds the files being read above
-    this one, to refuse cycles. Raises ConfigError.
+    this one, to refuse cycles; `files` gets each file that was read, later ones win. Raises ConfigError.
     """
     resolved = Path(os.path.realpath(path))  # unlike Path.resolve it takes links in a circle
     if resolved in chain:
@@ -102,8 +105,27 @@ def read_config_file(path: Path, root: type[BaseModel] | None = None, chain: tup
         raise ConfigError.of(f"{path}: {DEFAULTS_KEY}", names, "must be a list of YAML files")
     merged: dict[str, Any] = {}
     for name in names:
-        merged = deep_merge(merged, read_config_file(path.parent / os.path.expanduser(name), root, (*chain, resolved)))
+        inherited = read_config_file(path.parent / os.path.expanduser(name), root, (*chain, resolved), files)
+        merged = deep_merge(merged, inherited)
+    if files is not None:
+        files.append((path, own))
     return deep_merge(merged, own if root is None else mark_paths(own, root, path))
+
+
+def file_with(field: str, files: Files) -> Path | None:
+    """The last of the files that were read in which a value stands at a dotted path; None: it stands in none."""
+    return next((path for path, values in reversed(files) if _stands_in(values, field)), None)
+
+
+def _stands_in(node: Any, field: str) -> bool:
+    """Whether `node` has a value at a dotted path; a key may have dots of its own."""
+    if isinstance(node, list):
+        node = dict(enumerate(node))
+    if not isinstance(node, dict):
+        return False
+    return field in map(str, node) or any(
+        _stands_in(inner, field.removeprefix(f"{key}.")) for key, inner in node.items() if field.startswith(f"{key}.")
+    )
 
 
 def _read_mapping(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class DraftBatch:
     """
 
     tokens: Tensor  # [T] int64
-    hidden: Tensor  # [T, H], the policy's hidden state after its final norm at the same positions
+    hidden: Tensor  # [T, W], the policy's states at the same positions (`HiddenStateSample`)
     starts: list[int]  # [B + 1]
     first: list[int]  # [B], first base of each sequence, >= 1
     offsets: list[int]  # [B], position of each sequence's first token: > 0 for windows of long sequences

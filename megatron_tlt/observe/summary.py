@@ -76,7 +76,8 @@ class RunSummary:
 
 def print_summary(summary: RunSummary, console: Console) -> None:
     """Prints two tables: seconds by phase, and the other numbers with the paths."""
-    phases = Table("phase", "seconds", "share", title=f"{summary.num_steps} steps in {summary.seconds:.1f} s")
+    steps = f"{summary.num_steps} step{'s' * (summary.num_steps != 1)}"
+    phases = Table("phase", "seconds", "share", title=f"{steps} in {summary.seconds:.1f} s")
     seconds = dict(sorted(summary.phases.items(), key=lambda item: -item[1]))
     seconds["other"] = max(0.0, summary.seconds - sum(seconds.values()))
     for name, value in seconds.items():

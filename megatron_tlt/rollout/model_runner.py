@@ -139,7 +139,7 @@ class ModelRunner:
             pages.copy_blocks(src, dst)
 
     def verify(self, draft: Draft) -> StepResult:
-        """Feeds every row's last token and its draft; keeps the tokens that are accepted (`spec.verify`).
+        """Feeds every row's last token and its draft; keeps the tokens that are accepted (`accept_matches`).
 
         The cache ends as plain decoding would have left it: slots behind the accepted tokens are written again before
         they are read. Mutates the cache.

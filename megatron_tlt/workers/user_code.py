@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_tlt.errors import UserCodeError, did_you_mean, no_such_file, place_of
+from megatron_tlt.errors import UserCodeError, did_you_mean, nearest_name, no_such_file, place_of
 
 _folders: set[str] = set()  # in which users' modules are looked for
 
@@ -29,7 +29,9 @@ def load_object(path: str) -> Any:
     except UserCodeError:
         raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything at import
-        raise UserCodeError(f"{where} cannot be imported: {type(error).__name__}: {error}{place_of(error)}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == where
+        place = nearest_name(f"{where}.py") if is_missing else place_of(error)
+        raise UserCodeError(f"{where} cannot be imported: {type(error).__name__}: {error}{place}") from error
     found = getattr(module, name, None)
     if found is None:
         raise UserCodeError(f"{where} has no {name!r}{did_you_mean(name, vars(module))}")

@@ -1,6 +1,6 @@
 """From responses with hidden states to packed batches that the drafter trains on.
 
-Legend: L tokens of a sequence, H hidden size, T packed tokens.
+Legend: L tokens of a sequence, W width of a state, T packed tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DraftSequence:
     """A trajectory, or a window of it, with the policy's hidden states. The last position needs no state."""
 
     token_ids: Tensor  # [L] int64
-    hidden: Tensor  # [L or L - 1, H], after the policy's final norm
+    hidden: Tensor  # [L or L - 1, W], as of `HiddenStateSample`
     drawn: np.ndarray  # bool [L], tokens that a draft here may predict; the others are context
     response_start: int  # position of the response's first token
     offset: int = 0  # position of the first token, in a window of a longer sequence

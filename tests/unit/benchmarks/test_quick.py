@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -58,6 +59,15 @@ def test_a_quick_run(script: str, tmp_path: Path):
     assert record["rows"] and record["command"] and record["machine"]
     assert figures | equal <= record["summary"].keys()
     assert all(record["summary"][name] == 1 for name in equal)
+
+
+def test_the_comparison_of_cpu_paths_refuses_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("benchmarks.bench_train")
+    monkeypatch.setattr(script, "HAS_CUDA", True)
+    monkeypatch.setattr(sys, "argv", ["bench_train.py", "--quick"])
+    with pytest.raises(SystemExit, match="CUDA_VISIBLE_DEVICES="):
+        script.main()
 
 
 def test_a_quick_run_of_a_real_model(tmp_path: Path):

@@ -92,6 +92,20 @@ def test_no_run_directory_holds_what_another_command_writes():
     assert [(run, other) for run in runs for other in runs | others if run in other.parents] == []
 
 
+def test_no_head_of_a_file_prints_a_command_that_writes_over_an_asset():
+    """`sft` and `drafter train` refuse a finished output."""
+    files = [*FILES, *(ROOT / "slurm").glob("*.sbatch")]
+    heads = "\n".join(path.read_text() for path in files)
+    found = []
+    for name, rest in re.findall(r"^#   .*(configs/\S+\.yaml)(.*)$", heads, re.MULTILINE):
+        options = [word for word in rest.split() if re.match(r"[\w.]+=", word)]
+        out = rest.partition(" --out ")[2]
+        if (ROOT / name).is_file() and "sft" in read_config_file(ROOT / name):
+            out = load_config(ROOT / name, options, SftConfig).sft.out
+        found.append(out)
+    assert len(found) > 10 and [out for out in found if out and (ROOT / out).is_relative_to(ROOT / "assets")] == []
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=label)
 def test_recipes_draft_and_train_their_drafter_and_fit(path):
     config = load_config(path)

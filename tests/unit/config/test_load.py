@@ -165,6 +165,20 @@ def test_an_unknown_key_of_a_list_element_is_looked_for_in_that_element():
     assert found["rewards.functions.0.paht"] == "unknown key; did you mean rewards.functions.0.path?"
 
 
+def test_an_unknown_key_is_named_with_the_last_file_that_it_stands_in(tmp_path):
+    base = write(tmp_path, "base.yaml", "model: {path: m}\noptimizer: {lrr: 1}\ntrain: {num_stepz: 1, sed: 1}\n")
+    own = "defaults: [base.yaml]\ntrain: {sed: 2}\ntrain.seed: 3\nrewards: {functions: [{name: math, paht: p}]}\n"
+    path, over = write(tmp_path, "own.yaml", own), write(tmp_path, "over.yaml", "train: {num_stepz: 2}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [str(over), "rollout.tpp=2"])
+    found = {p.path: p.allowed for p in caught.value.problems}
+    assert found.pop("rollout.tpp") == "unknown key; did you mean rollout.tp?"
+    assert found["optimizer.lrr"] == f"unknown key in {base}; did you mean optimizer.lr?"
+    files = {name: allowed.removeprefix("unknown key in ").partition(";")[0] for name, allowed in found.items()}
+    fields = ("train.sed", "train.seed", "rewards.functions.0.paht")
+    assert files == {"optimizer.lrr": str(base), "train.num_stepz": str(over)} | dict.fromkeys(fields, str(path))
+
+
 def test_all_problems_come_at_once():
     found = problems(
         {},

@@ -138,6 +138,8 @@ def test_the_summary_shows_what_was_learned_and_where_the_time_went():
     parts = ("│ 2.0 (20%), 0 steps", "│ 7.0 (70%)", "all ranks │ 100 ")
     parts += ("0.400 ± 0.030", "0.600 ± 0.040", "+0.200 ± 0.050", "60.0%", "rank 1: 20.0%", "step-2")
     assert [part for part in parts if part not in text] == []
+    print_summary(replace(summary, num_steps=1), Console(file=stream, width=100))
+    assert "1 step in 100.0 s" in stream.getvalue()
     before, after = (Accuracy(step, step / 20, math.nan, 1) for step in (0, 20))
     print_summary(replace(summary, before=before, after=after), Console(file=stream, width=100))
     assert "0.000 → 1.000 (+1.000) after" in stream.getvalue(), "one prompt has no standard error"

@@ -15,6 +15,7 @@ from docs_results import render
 from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.memory import estimate_memory
 from megatron_tlt.config.planning.parameters import GIB
+from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.envs.schemas import tool_schemas
 from tests.helpers.mpi import ROOT
 
@@ -25,6 +26,8 @@ COMMANDS = [
     for section in SECTIONS
     if "\n| processor |" in section and "Its script is in commit" not in section
 ]
+GUIDES = "\n".join(page.read_text().replace("\\\n", " ") for page in sorted((ROOT / "docs/guides").glob("*.md")))
+COMMANDS += re.findall(r"^ {4}\.venv/bin/python (benchmarks/.*)$", GUIDES, re.MULTILINE)
 TEXT = {".py", ".yaml", ".yml", ".sh", ".sbatch", ".md", ".toml"}
 
 
@@ -35,11 +38,20 @@ def test_the_page_of_results_is_up_to_date():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("command", COMMANDS)
-def test_scripts_take_the_commands_of_the_page_of_results(command: str):
-    """`--help` prints and leaves once the words before it are parsed."""
+def test_scripts_take_the_commands_of_the_pages(command: str):
+    """`--help` prints and leaves once the words before it are parsed, but for names of options."""
     words = [sys.executable, *shlex.split(command), "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", done.stdout))
+
+
+def test_the_report_that_the_page_of_clusters_prints_is_that_of_check():
+    text = (ROOT / "docs/guides/gpu_cluster.md").read_text().split("\n`check` prints for this run:\n\n")[1]
+    overrides = ["cluster.nodes=2", "rollout.backend=vllm"]
+    config = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", overrides)
+    report = render_check(config, config.model.architecture, 16).splitlines()
+    assert [line[4:] for line in text.split("\n\n")[0].splitlines() if line[4:] not in report] == []
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path):

@@ -27,6 +27,18 @@ def test_a_module_of_the_working_directory_and_one_beside_a_file_are_found_behin
     assert load_object(f"{where}:value") == where
 
 
+def test_a_module_that_is_not_there_is_refused_with_the_nearest_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reward_of_a_user.py").write_text("import rewards_of_a_user")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(UserCodeError, match=r"'rewards_of_a_user'; did you mean reward_of_a_user\.py\?$"):
+        load_object("rewards_of_a_user:reward")
+    with pytest.raises(UserCodeError, match=r"'rewards_of_a_user' \(.*reward_of_a_user\.py:1\)$"):
+        load_object("reward_of_a_user:reward")
+
+
 def test_a_file_whose_helper_would_be_another_folder_s_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
