@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.cli.options import add_config, read_config
+from megatron_tlt.cli.options import add_config, cut_warning, read_config
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.commands import base_warning, check_base, check_held_out
 from megatron_tlt.config.checks.files import output_file_problems
+from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.observe.files import write_atomically
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.trainer.evaluation import EvalResult
     from megatron_tlt.types import SamplingParams
 
-_MANY_CUT = 0.05  # share of responses, and the most that the accuracy could gain without the limit
 RESULT = rb'\{\n  "step": \d+,\n  "num_prompts": '  # how the result begins
 
 
@@ -100,7 +101,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     backend.close()
     if world.is_main:
         _write_result(config, result, out)
-    cache.clear()
+    _end_cache(cache, result.failures, out, world.is_main)
 
 
 def _write_result(config: Config, result: EvalResult, out: Path | None) -> None:
@@ -115,6 +116,18 @@ def _write_result(config: Config, result: EvalResult, out: Path | None) -> None:
     print(text, flush=True)
     if out is not None:
         write_atomically(out, [text])
+
+
+def _end_cache(cache: RolloutCache, failures: int, out: Path | None, is_main: bool) -> None:
+    """Removes the responses beside `out`, unless some were not judged: these can be judged again. Collective."""
+    if not failures:
+        cache.clear()
+        return
+    cache.close()
+    kept = f"; {out}.{UNFINISHED} keeps the responses: the same command with --overwrite judges them again"
+    text = f"warning: {failures} responses were not judged and count as wrong{kept if cache.keeps else ''}"
+    if is_main:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _params(config: Config) -> SamplingParams:
@@ -136,14 +149,9 @@ def _sampling(config: Config) -> str:
 
 def _cut_warning(config: Config, truncated: float) -> str | None:
     """A warning of accuracies that the limit of length may have decided; `truncated`: share of the responses."""
-    if truncated < _MANY_CUT:
-        return None
     limit = f"eval.max_tokens = {_params(config).max_tokens}"
-    turns = "" if config.env is None else ", or a limit of the environment,"
-    return (
-        f"{truncated:.1%} of the responses reached {limit}{turns} and have most likely no answer: with a larger one, "
-        f"and model.max_context = {config.model.max_context}, the accuracy may be higher"
-    )
+    remedy = f"with a larger one, and model.max_context = {config.model.max_context}, the accuracy may be higher"
+    return cut_warning(truncated, limit, config.env is not None, remedy)
 
 
 def _what(config: Config, num_prompts: int, num_rows: int) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.cli.options import cut_warning
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.checks.chat_template import check_template_kwargs
 from megatron_tlt.config.checks.commands import check_generation
@@ -118,7 +119,7 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
 def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
     """Arguments that argparse cannot refuse, and files that could not be written. Ranks look for input files."""
     return [
-        *check_generation(_sampling(args), args.n),
+        *check_generation(_sampling(args), args.n, args.env is not None),
         *check_template_kwargs(_KWARGS, args.chat_template_kwargs, None if args.chat else "--chat"),
         *output_file_problems("--out", args.out, RESPONSES, [args.prompts], args.overwrite),
         *output_file_problems("--stats", args.stats, STATS, [args.prompts], args.overwrite),
@@ -295,7 +296,7 @@ def generate_file(
         samples = _responses(cache, GenerateCall(queue, params, n, turns=turns), len(prompts) * n, ranks.rank)
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
         if ranks.is_main:
-            _write_responses(out_jsonl, samples, more_of)
+            _write_responses(out_jsonl, samples, more_of, params, env is not None)
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
         cache.clear()
@@ -358,12 +359,16 @@ def _context(prompts: Sequence[Prompt], params: SamplingParams, model_dir: Path)
     return count + params.max_tokens
 
 
-def _write_responses(path: Path, samples: Sequence[Sample], more_of: Callable[[Sample], JsonRow]) -> None:
-    """Writes the output whole. Logs trajectories that ended without an answer of their environment."""
+def _write_responses(
+    path: Path, samples: Sequence[Sample], more_of: Callable[[Sample], JsonRow], params: SamplingParams, has_env: bool
+) -> None:
+    """Writes the output whole. Warns of cut responses and of trajectories that their environment did not answer."""
     from megatron_tlt.trainer.turn_metrics import unanswered
 
     write_atomically(path, map(partial(_line, more_of), samples))
-    if (warning := unanswered(samples)) is not None:
+    truncated = 0.0 if params.ignore_eos else sum(sample.is_truncated for sample in samples) / len(samples)
+    cut = cut_warning(truncated, f"--max-tokens = {params.max_tokens}", has_env, "a larger one may let them end")
+    for warning in filter(None, (unanswered(samples), cut)):
         _log.warning(warning)
 
 

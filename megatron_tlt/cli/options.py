@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     RootT = TypeVar("RootT", bound=Section)
 
+_MANY_CUT = 0.05  # share of responses, and the most that an accuracy could gain without the limit
+
 
 def add_config(parser: argparse.ArgumentParser, about: str = "YAML file") -> None:
     """Adds `config` and `overrides` to a command."""
@@ -39,3 +41,11 @@ def load_config(path: Path, overrides: Sequence[str], root: type[RootT]) -> Root
     if detect_launch().rank in (0, None):
         print("".join(f"megatron-tlt: warning: {printable(note)}\n" for note in notes), end="", file=sys.stderr)
     return config
+
+
+def cut_warning(truncated: float, limit: str, has_env: bool, remedy: str) -> str | None:
+    """A warning where the limit of length may have decided many responses; `truncated`: share of the responses."""
+    if truncated < _MANY_CUT:
+        return None
+    turns = ", or a limit of the environment," if has_env else ""
+    return f"{truncated:.1%} of the responses reached {limit}{turns} and have most likely no answer: {remedy}"

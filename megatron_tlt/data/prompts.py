@@ -236,8 +236,10 @@ class PromptStream:
             drops = 0 if opened else drops + len(drawn)
             if drops > _MOST_DROPS_IN_A_ROW:
                 raise self._none_fits("prompt with the environment's text")
-        if len(prompts) < n and not self._is_peek:
-            _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
+        if drops and not prompts:
+            raise self._none_fits("prompt with the environment's text")
+        if len(prompts) < n and not self._is_peek and _log.isEnabledFor(logging.INFO):  # on one rank: all have it
+            _log.warning("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from megatron_tlt.errors import EnvError
-from megatron_tlt.workers.descendants import Started
+from megatron_tlt.workers.descendants import Started, sessions_ended
 from megatron_tlt.workers.process import forks_ended
 
 if TYPE_CHECKING:
@@ -82,19 +82,15 @@ class EnvironmentHost:
             return None
 
     def _open(self, request: Open) -> str | None:
-        started = Started()
-        try:
-            with started.noted():
-                environment = self._make()
-                try:
-                    text = _reset(environment, request)
-                except BaseException:
-                    with suppress(Exception):  # the error of `reset` counts
-                        _close(environment)
-                    raise
-                _close(environment)
-        finally:
-            started.end_sessions()
+        with sessions_ended():
+            environment = self._make()
+            try:
+                text = _reset(environment, request)
+            except BaseException:
+                with suppress(Exception):  # the error of `reset` counts
+                    _close(environment)
+                raise
+            _close(environment)
         return text
 
     def _play(self, request: Play) -> list[Step]:

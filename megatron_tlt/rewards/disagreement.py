@@ -40,10 +40,11 @@ _SPEEDS = (
 _COMMAND = re.compile(r"\\[A-Za-z]+\s*\{?|\\[,;:! ]|[{}~]")  # \text{ cm}
 # Two letters or one are a unit behind a number or a slash only.
 _WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{3,}|(?<=[\d/])\s*[A-Za-z]{1,2}(?![A-Za-z])|[€£¥₹¢]|\\\$|\$(?=[\d.]+[^$]*$)")
-_MONTH = re.compile(
-    r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?\s+\d|\d(?:st|nd|rd|th)?\s+(?:of\s+)?"
-    r"(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)(?:[a-z]{1,6})?\b"
-)
+_MONTHS = (
+    "(Jan)(?:uary)? (Feb)(?:ruary)? (Mar)(?:ch)? (Apr)(?:il)? (May) (Jun)e? (Jul)y? (Aug)(?:ust)? (Sep)(?:t|tember)? "
+    "(Oct)(?:ober)? (Nov)(?:ember)? (Dec)(?:ember)?"
+).replace(" ", "|")
+_MONTH = re.compile(rf"\b(?:{_MONTHS})\b\.?\s+\d|\d(?:st|nd|rd|th)?\s+(?:of\s+)?(?:{_MONTHS})\b")
 _BASE = re.compile(r"\d_\{?(?:\\text\{)?(\d+|two|three|five|six|seven|eight|nine|ten)\}*$")
 _EQUATION = re.compile(r"\$?(-?[\d,]*\.?\d+)\s*=\s*(-?[\d,]*\.?\d+)\$?")
 

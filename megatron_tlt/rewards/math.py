@@ -77,40 +77,63 @@ def _equal_in_time(reference: str, text: str, is_extracted: bool) -> bool:
         return False
 
 
-@lru_cache(maxsize=4096)
 def _equal(reference: str, text: str, is_extracted: bool) -> bool:
     """Whether the two agree as text, as a number among words, or as math-verify reads them.
 
-    A text that was not extracted may be a whole response: its conclusion is compared, and math-verify looks for the
-    answer in it.
+    A text that was not extracted may be a whole response: its conclusion is compared; where that is none by itself, the
+    number of its last clause, or what math-verify finds in it. Each response has one value.
     """
     if is_extracted:
         return _is_same(reference, text)
     text = text.rpartition("</think>")[2].strip() or text
-    answer, is_only = conclusion(text)
-    if answer and _is_same(reference, answer):
+    answer, has_value = conclusion(text)
+    if has_value:
+        return _is_same(reference, answer)
+    if _is_same_text(plain_answer(reference), plain_answer(answer)):
         return True
-    if is_only or (answer and (disagree(reference, answer) or contradicts_itself(plain_answer(answer)))):
+    if answer and (disagree(reference, answer) or contradicts_itself(plain_answer(answer))):
         return False
     gold, found = plain_answer(reference), plain(text)
     number = quantity(gold)
-    return _verified(_golds(gold, number), _parsed(found) + _amounts(found, number), decimals(number))
+    return _verified(_golds(gold, number), _amounts(found, number) or _read(found), decimals(number))
 
 
+# The answers to one prompt are often the same.
+@lru_cache(maxsize=4096)
 def _is_same(reference: str, answer: str) -> bool:
     gold, found = plain_answer(reference), plain_answer(answer)
-    letter = choice(gold)
-    if _folded(gold) == _folded(found) or (letter is not None and letter == choice(found)):
+    if _is_same_text(gold, found):
         return True
     if contradicts_itself(found) or disagree(reference, answer):
         return False
     number = quantity(gold)
     amounts, places = _amounts(found, number), decimals(number)
+    if number is not None and amounts and _names_another(found, places):
+        return False
     as_numbers = partial(_verified, _of_reference(_parsed_number, number), amounts, places)
     return _any(
         (as_numbers, lambda: _verified(_golds(gold, number), _parsed(_marked(found)) + amounts, places)),
         TimeoutException,
     )
+
+
+def _is_same_text(gold: str, found: str) -> bool:
+    letter = choice(gold)
+    return _folded(gold) == _folded(found) or (letter is not None and letter == choice(found))
+
+
+def _names_another(found: str, places: int) -> bool:
+    """Whether math-verify reads another number in an answer than in its last clause: "it is $5$, that is 7".
+
+    1/3 is no other number than 0.33.
+    """
+    clause = last_clause(found)
+    if clause == found:
+        return False
+    shown = len((quantity(clause) or "").partition(".")[2]) or places
+    numbers = tuple(value for value in _parsed(_marked(found)) if getattr(value, "is_number", False))
+    of_clause = _parsed(_marked(clause)) + _amounts(clause, None)
+    return bool(numbers) and not _verified(numbers, of_clause, min(places, shown))
 
 
 def _golds(gold: str, number: str | None) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ _ROOT = re.compile(r"√\s?(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,3})(?![\w.])")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))")
 _PI = re.compile(r"(?<![A-Za-z\\{])pi(?![A-Za-z}])")
+_INFINITY = re.compile(r"(?<![A-Za-z\\])infinity(?![A-Za-z])")
 _EMPHASIS = tuple(
     re.compile(rf"(?<![\w)\]}}\\]){mark}(?![\s*_])([^\n]{{1,200}}?)(?<![\s*_]){mark}(?![\w(])")
     for mark in (r"\*\*\*", r"\*\*", r"\*", "___", "__", "_", "`")
@@ -46,14 +47,28 @@ _SIGN = re.compile(r"(?<![\w)}])([-+])\s+(?=[\d.])")
 _MINUS = re.compile(r"(?:negative|minus)\s+(?=[\d.])", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:fbox|boxed)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_FILL = r"(?:\\(?:text|mathrm|q?quad)|\\?[\s$()\[\]{},;!])*"
+_NAME = r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=[\s$]*)?"
+_JOINS = re.compile(_FILL + r"(?:[,;]|\b(?:and|or)\b)" + _FILL + _NAME, re.IGNORECASE)
+_LONGEST_JOIN = 60  # characters between two boxes
 _ANSWER = re.compile(
-    r"(?:\banswer(?:\s+is|\s*:)|####|<answer>)"
-    r"(?![^\n]*<answer>[^\n<\w]*\w[^\n<]*</answer>)"  # a mention of what follows: The answer is in <answer>5</answer>
-    r"[\s:]*([^\n]+)",
+    r"(?:\banswer(?:\s+is|\s*:)|<answer>"
+    r"|####(?![ \t]*(?:\d+[.)]\s+\w|[A-Za-z]{2,}[^\n]*\n\s*\S)))"  # no heading: #### Step 2 ..
+    r"(?![^\n]{0,300}<answer>[^\n<\w]*\w[^\n<]*</answer>)"  # a mention: The answer is in <answer>5</answer>
+    r"[\s:]*(?=\S)",
     re.IGNORECASE,
 )
 _ANSWER_END = re.compile(r"</answer>.*|\.\s.*", re.IGNORECASE)
+_BECAUSE = re.compile(
+    r"[,;]?\s+(?:because|since)\b.*|[,;]\s+(?:as|which|where|(?:or\s+)?(?:about|approximately|roughly))\b.*",
+    re.IGNORECASE,
+)
+_SO = re.compile(r"\b(?:so|thus|hence|therefore)\b", re.IGNORECASE)
+_LONGEST_LINE = 1000  # characters of a response that is nothing but its answer
+_WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
+_SENTENCE = 3  # words
 _SHORT = re.compile(r"[-+\d.$\\](?:(?! - )[^\n,;=]){0,40}\s*")  # a number, with words that are no explanation
+_VALUE = re.compile(r"[\d\\$^=_{}()+*/<>]|(?<![A-Za-z'’])[A-HJ-Zb-z](?![A-Za-z'’])")  # no words alone
 _HTML = re.compile(r"(?is)<(b|strong|i|em|u|mark|code|span|p|div|font|center)(?:\s[^<>]*)?>(.*?)</\1>")
 # 1.234,50 and 1.234.567; 1_000 and 1'000. One group behind one point stays a fraction.
 _POINTS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})(?![,.]?\d)")
@@ -105,7 +120,7 @@ def plain(text: str) -> str:
     text = _TIMES_TEN.sub("*", text).replace("**", "^")
     text = _SCIENTIFIC.sub(lambda found: _written_out(found[0]), text)
     text = _MIXED.sub(r"(\1+\2/\3)", text)
-    return _PI.sub(r"\\pi ", text).strip()
+    return _INFINITY.sub(r"\\infty ", _PI.sub(r"\\pi ", text)).strip()
 
 
 def plain_answer(text: str) -> str:
@@ -137,23 +152,49 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
 
 def conclusion(response: str) -> tuple[str, bool]:
-    """The part of a response that is its answer, and whether nothing else in it can be.
+    """The part of a response that is its answer, and whether that has a value of its own: neither words alone, nor a
+    sentence with several numbers, nor one of several.
 
-    That is the last box, else what follows the last "answer is", "Answer:", `####` or `<answer>`, else a response of
-    one line.
+    It is the last box, with those that commas, "and" or "or" join to it; else the sentence behind the last "answer is",
+    "Answer:", `####` or `<answer>` that has a value, else behind the last one; else a response of one line.
     """
-    boxed = boxes(response)
-    if boxed:
-        _, end, content = boxed[-1]
-        is_only = len({content for _, _, content in boxed}) == 1 and "answer" not in response[end:].lower()
-        return content, is_only
-    named = [*_ANSWER.finditer(response)]
-    begin = named[-1].start(1) if named else 0
-    end = named[-1].end(1) if named else len(response)
-    answer = _ANSWER_END.sub("", response[begin:end]).strip()
-    if answer.count("**") % 2:  # **Answer: 18**
-        answer = answer.strip("*")
-    return ("" if "\n" in answer else answer), _SHORT.fullmatch(response, begin) is not None
+    if boxed := boxes(response):
+        return _last_boxes(response, boxed), True
+    if named := _named(response):
+        answer = next((text for text in reversed(named) if _VALUE.search(plain_answer(text))), named[-1])
+        return answer, _has_value(answer)
+    if "\n" in response or len(response) > _LONGEST_LINE:
+        return "", False
+    if _ANSWER_END.search(response):
+        return response, False
+    answer = _BECAUSE.sub("", response)
+    return answer, _has_value(answer)
+
+
+def _last_boxes(response: str, boxed: list[tuple[int, int, str]]) -> str:
+    contents = [boxed[-1][2]]
+    for (_, end, content), (begin, _, _) in zip(boxed[-2::-1], boxed[:0:-1], strict=True):
+        if begin - end > _LONGEST_JOIN or not _JOINS.fullmatch(response, end, begin):
+            break
+        contents.append(content)
+    return ", ".join(dict.fromkeys(reversed(contents)))
+
+
+def _named(response: str) -> list[str]:
+    """The sentences that are said to be the answer, without what explains them."""
+    starts = [*_ANSWER.finditer(response)]
+    ends = [start.start() for start in starts[1:]] + [len(response)]
+    lines = [response[start.end() : end].partition("\n")[0] for start, end in zip(starts, ends, strict=False)]
+    answers = [_BECAUSE.sub("", _ANSWER_END.sub("", line)).strip() for line in lines]
+    return [answer.strip("*") if answer.count("**") % 2 else answer for answer in answers]  # **Answer: 18**
+
+
+def _has_value(answer: str) -> bool:
+    found = plain_answer(answer)
+    if _SHORT.fullmatch(found) or quantity(last_clause(found)) is not None:
+        return True
+    is_sentence = _SO.search(found) is not None or len(_WORDS.findall(found)) >= _SENTENCE
+    return not is_sentence and _VALUE.search(found) is not None
 
 
 def choice(answer: str) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_tlt.workers.descendants import sessions_ended
 from megatron_tlt.workers.process import end_if_full, forks_ended
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class RewardHost:
 
 def _guarded(scorer: Scorer) -> Scorer:
     def score(prompt: Prompt, sample: Sample) -> object:
-        with forks_ended():
+        with sessions_ended(), forks_ended():
             return scorer(prompt, sample)
 
     return score

@@ -56,6 +56,17 @@ def end_descendants(ancestor: int, is_meant: Callable[[Process], bool] = lambda 
         time.sleep(0.002)
 
 
+@contextmanager
+def sessions_ended() -> Iterator[None]:
+    """Around a call of a user's code: what it begins in sessions of their own ends with it."""
+    started = Started()
+    try:
+        with started.noted():
+            yield
+    finally:
+        started.end_sessions()
+
+
 class Started:
     """The processes that were started during some calls of a user's code, found by their ids: Linux counts them up."""
 

@@ -46,6 +46,8 @@ RIGHT = {
         (r"30^\circ", "30 degrees"), ("5", r"5\text{ cm}"), ("18", "18%"), ("10", "10 V"), ("60", "60 miles per hour"),
         ("18", "x = 18 cm"), ("18", "about 18"), (r"\frac{3}{4}", "3/4 cup"), ("18", r"\boxed{18 eggs}"),
         ("3 cm", "3 centimeters"), ("60 mph", "60 miles per hour"), (r"90^\circ", "90°"),
+        ("6", "6 Octagons"), ("5 Marbles", "5"), ("7", "7 Novels"),
+        ("1/3", r"the final answer is $\frac{1}{3}$, it's 0.33"),
     ],
     "spellings": [
         ("1000", "1 000"), ("1000.99", "1000,99"), ("1000", "1,000"), ("1000", "1\u202f000"), ("1,22", "1.22"),
@@ -57,6 +59,7 @@ RIGHT = {
     "markdown and words": [
         ("73", "**73**"), ("**73**", "73"), ("18", "*18*"), ("18", "`18`"), ("18", "“18”"), ("18", "18."),
         ("18", "**18** dollars"), ("B", "**(B)**"), ("B", "B."), ("(B)", "B"), ("yes", "Yes."), ("June 5", "June 5"),
+        ("September 5", "Sept. 5"),
         (r"\text{no solution}", "no solution"), ("12:30 pm", "12:30 PM"),
         ("18", "<b>18</b>"), ("10:30 AM", "10:30 a.m."), ("3:4", "3 to 4"), (r"\emptyset", r"\varnothing"),
         ("C", "C. 12 meters"), ("C", "(C) the cat"), (r"\textbf{(C)}~5", "C"), ("2 1/2", "2 1/2."),
@@ -77,9 +80,10 @@ WRONG = [
     ("x^2 + 1", "x^3 + 1"), ("x^2 + 1", "1"), ("2 1/2", "1/2"), ("2π", "2"), ("73", "7**3"), ("A", "B"),
     ("3 cm", "3 m"), (r"5\text{ cm}", r"5\text{ m}"), ("30 minutes", "30 hours"), ("60 mph", "60 km/h"),
     ("5 dollars", "5 cents"), ("$5", "5 cents"), ("7", "7 million"), ("18", r"\$18\text{ million}"), ("5", "June 5"),
-    ("June 5", "July 5"), ("18", "19 = 18"), ("204_5", "204_6"), ("3", "3–4"), ("18", "twice 18"),
+    ("June 5", "July 5"), ("5 May", "5 Mar"), ("18", "19 = 18"), ("204_5", "204_6"), ("3", "3–4"), ("18", "twice 18"),
     ("18", "anything but 18"), ("1234", "1.234"), ("C", "C) or D)"), ("C", "B. C major"), ("B", "not B"),
-    ("no solution", "solution"), ("10:30", "30"), ("5", ""),
+    ("no solution", "solution"), ("10:30", "30"), ("5", ""), ("5", "the final answer is $5$, that is 7"),
+    ("7", "the final answer is $5$, that is 7"),
 ]  # fmt: skip
 
 
@@ -112,10 +116,36 @@ def test_a_currency_in_the_reference_is_found_in_a_whole_response() -> None:
         ("18", "18, because 9 + 9 = 18.", 1), ("2", "Answer: 5x + 2 = 12, so x = 2", 1),
         ("10", "The answer is 10:30.", 0), ("5", "I write it in <answer> tags. <answer>5</answer>", 1),
         ("5", "The answer is in <answer>5</answer>, not in <answer>.", 1),
+        ("18", "The answer is 18. This answer is correct because 9 + 9 = 18.", 1), ("pi", "Answer: $\\pi$", 1),
+        ("18", "The answer is 18, because there are 2 boxes of 9.", 1), ("x+1", "Answer: x+1, since $x+2$ is odd.", 1),
+        ("18", "Answer: She has 16 - 7 = 9 eggs. So the total is 18 dollars.", 1),
+        ("18", "The answer is as follows:\n18", 1),
+        ("18", "#### Step 2: times 2\nSince 9 * 2 = 18, she makes 18 dollars.", 1), ("18", "9 * 2 = 18", 1),
+        ("18", "Janet has 16 eggs. She eats 3. She sells 9 for $18.", 1), ("C", "C. 12 meters", 1),
+        ("3 red and 4 blue balls", "The answer is 3 red and 4 blue balls.", 1), ("A, C", r"\boxed{A} and \boxed{C}", 1),
     ],
 )  # fmt: skip
 def test_math_compares_the_conclusion_of_a_whole_response(gold: str, response: str, value: float) -> None:
     assert judged(gold, response, name="math").value == value
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        (r"\boxed{5} so the answer is 9.", "5"), (r"$\boxed{5}$ and then $\boxed{7}$, the final answer is $9$", "7"),
+        (r"$x=\boxed{5}$ or $x=\boxed{7}$", None), (r"\boxed{5}, \text{ and } \boxed{7}", None),
+        ("The answer is 5. Wait, the answer is 7.", "7"), ("<answer>5</answer> so the answer is 9", "9"),
+        ("The answer is $5$, that is 7", "7"), ("5, 7 and 9", None), ("Answer: 5, 7, 9", None),
+        ("It is about 5 eggs.\nSo the sum is 7", "7"), ("The final answer $5$\nthat is 7", "7"),
+        ("Janet has 5 eggs. She sells them for 9.", "9"), ("The answer is about 5. I also think of $7$", "5"),
+        ("The final answer is $5$, that is 7", "7"), ("#### 5 #### 7", "7"),
+        ("Answer: we first get $5$ from this part. So the sum is 7", "5"), ("5; or maybe 7", "7"),
+        ("the answer is 5, because 7 is odd, so 9", "5"),
+    ],
+)  # fmt: skip
+def test_math_reads_one_number_of_a_response(response: str, value: str | None) -> None:
+    right = [gold for gold in ("5", "7", "9") if judged(gold, response, name="math").value == 1.0]
+    assert right == ([] if value is None else [value])
 
 
 @pytest.mark.parametrize(("text", "pattern"), [(f"<answer>{'7' * 60_000}</answer>", TAG), ("\\boxed{" * 30_000, None)])

@@ -51,8 +51,11 @@ def check_drafter_engine(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("env", config.env.path or config.env.kind, allowed)
 
 
-def check_generation(params: SamplingParams, num_samples: int) -> Iterator[ConfigProblem]:
+def check_generation(params: SamplingParams, num_samples: int, has_env: bool) -> Iterator[ConfigProblem]:
     """Arguments of `generate`: `num_samples` responses to each prompt."""
+    if num_samples > 1 and params.temperature == 0 and not has_env:
+        allowed = "must be 1 with --temperature 0: greedy responses to one prompt are all the same"
+        yield ConfigProblem("--n", num_samples, allowed)
     for name, count in (("n", num_samples), ("max-tokens", params.max_tokens)):
         if count < 1:
             yield ConfigProblem(f"--{name}", count, "must be >= 1")

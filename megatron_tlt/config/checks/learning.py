@@ -23,6 +23,13 @@ USUAL_RL_LR, HIGHEST_RL_LR = 2e-5, 5e-5
 _TOKEN_CLIP = 0.01  # the least clip of a token's ratio; gspo's clips of a response's mean are some 3e-4
 SMALL_MODEL = 50_000_000  # parameters: smaller models learn at higher rates
 _COMMIT = re.compile(r"/snapshots/[0-9a-f]{40}$")  # of a repository's directory in the hub's cache
+# Of procedural tasks, with what they take for right in every prompt.
+_BAD_VERIFIERS = {
+    "coin_flip": "0 for every probability below 1",
+    "complex_arithmetic": "nan",
+    "game_of_life_halting": "any text",
+    "puzzle24": "any four numbers that make 24, as 6*4*1*1, whichever the prompt names",
+}
 # Their baseline is the rest of the group, so a group of one response has no advantage.
 GROUP_RELATIVE = ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
 
@@ -144,6 +151,7 @@ def check_data(config: Config) -> Problems:
     """Sources name what they need; an evaluation has prompts and draws of its own."""
     for path, source in config.data.sources:
         yield from _check_source(path, source, config.env is not None)
+        yield from _check_verifiers(f"{path}.tasks", source, config)
     train, held_out = config.data.train, config.data.eval
     samples, is_greedy = config.eval.samples_per_prompt, config.eval.temperature == 0
     if held_out is not None and samples > 1 and is_greedy and config.env is None:
@@ -204,6 +212,17 @@ def _check_tasks(path: str, source: PromptSourceConfig) -> Problems:
         if kind in kinds[:index]:
             allowed = "is there before with the same params: give one of them the sum of the weights"
             yield ConfigProblem(f"{path}.{index}.name", kind[0], allowed)
+
+
+def _check_verifiers(path: str, source: PromptSourceConfig, config: Config) -> Problems:
+    """Tasks' own verifiers, where the reward `task` or the environment `retry` asks them."""
+    is_asked = any(function.name == "task" for function in config.rewards.functions)
+    if not is_asked and (config.env is None or config.env.kind != "retry"):
+        return
+    for index, task in enumerate(source.tasks):
+        if (why := _BAD_VERIFIERS.get(task.name)) is not None:
+            allowed = f"cannot be judged by its own verifier, which accepts {why}: use a reward of your own (python)"
+            yield ConfigProblem(f"{path}.{index}.name", task.name, allowed)
 
 
 def check_rewards(config: Config) -> Problems:

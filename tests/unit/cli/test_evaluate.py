@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_tlt.cli.drafter import _checked
-from megatron_tlt.cli.evaluate import _cut_warning, _what
+from megatron_tlt.cli.evaluate import _cut_warning, _end_cache, _what
 from megatron_tlt.config.load import load_config
 from tests.helpers.mpi import ROOT
 
@@ -37,3 +38,16 @@ def test_responses_that_were_cut_are_a_warning_where_they_are_many() -> None:
     assert "eval.max_tokens = 300, eval.top_p = 1.0, eval.top_k = 20," in _what(config, 4, 4)
     assert "23.0% of the responses reached eval.max_tokens = 300 and" in str(_cut_warning(config, 0.23))
     assert _cut_warning(config, 0.01) is None
+
+
+@pytest.mark.parametrize(("failures", "keeps", "ends"), [(0, True, "clear"), (2, True, "close"), (2, False, "close")])
+def test_responses_that_were_not_judged_are_kept(failures: int, keeps: bool, ends: str, capsys: Any) -> None:
+    ended: list[str] = []
+    calls = {name: lambda name=name: ended.append(name) for name in ("clear", "close")}
+    cache: Any = SimpleNamespace(keeps=keeps, **calls)
+    for is_main in (True, False):
+        _end_cache(cache, failures, Path("o.json"), is_main)
+    said = capsys.readouterr().err
+    assert ended == [ends] * 2 and said.count("2 responses were not judged and count as wrong") == (failures > 0)
+    again = "o.json.unfinished keeps the responses: the same command with --overwrite judges them again"
+    assert (again in said) == (failures > 0 and keeps)

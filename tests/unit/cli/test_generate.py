@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_tlt.backends import build
-from megatron_tlt.cli.generate import _checked_tokenizer, _prompt_warnings, generate_file
+from megatron_tlt.cli.generate import _checked_tokenizer, _prompt_warnings, _write_responses, generate_file
 from megatron_tlt.cli.main import _parser
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -149,6 +149,18 @@ def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_
     assert warning.endswith(": prompt 0, sample 1: no key")
 
 
+@pytest.mark.parametrize(
+    ("ignore_eos", "num_cut", "is_warned"), [(False, 1, True), (False, 0, False), (True, 1, False)]
+)
+def test_cut_responses_are_a_warning_where_they_are_many(
+    ignore_eos: bool, num_cut: int, is_warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    samples = [Sample(0, i, [1], [], "", "length" if i < num_cut else "stop", 0) for i in range(20)]
+    params = SamplingParams(max_tokens=4, ignore_eos=ignore_eos)
+    _write_responses(tmp_path / "o.jsonl", samples, lambda _: {}, params, False)
+    assert ("5.0% of the responses reached --max-tokens = 4 and" in caplog.text) == is_warned
+
+
 def test_a_response_that_is_too_long_is_refused_by_its_option_and_prompt(tmp_path: Path):
     prompts, model = [Prompt(0, "p:1", (1,), ""), Prompt(1, "p:2", (1, 2), "")], ROOT / "assets/demo-policy"
     with pytest.raises(ConfigError, match=r"^--max-tokens = 9999999: .* prompt, p:2, has 2 tokens, "):
@@ -161,7 +173,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-PARAMS = SamplingParams(max_tokens=12, seed=3)
+PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
 PROMPTS = [Prompt(i, f"p:{i}", (5 + i, 6), "") for i in range(3)]
 
 

@@ -79,6 +79,13 @@ def test_generate_takes_engine_settings_only(capsys):
     assert "rollout.speculation.drafter_path" in capsys.readouterr().err
 
 
+def test_several_greedy_responses_to_one_prompt_need_an_environment():
+    command = ["generate", "--model", "m", "--prompts", "p", "--out", "o", "--temperature", "0"]
+    found = {n: [p.path for p in argument_problems(_parse([*command, "--n", n]))] for n in ("1", "2")}
+    assert found == {"1": [], "2": ["--n"]}
+    assert argument_problems(_parse([*command, "--n", "2", "--env", "calculator"])) == []
+
+
 def test_a_file_is_replaced_only_where_it_is_asked_to(tmp_path, capsys):
     out, stats = tmp_path / "o.jsonl", tmp_path / "s.json"
     command = ["generate", "--model", "m", "--prompts", "p", "--out", str(out), "--stats", str(stats)]

@@ -18,7 +18,14 @@ from megatron_tlt.config.data import DataSection, PromptSourceConfig, TaskConfig
 from megatron_tlt.config.root import SftConfig
 from megatron_tlt.data.chat import with_system
 from megatron_tlt.data.completions import encoded_records
-from megatron_tlt.data.prompts import EnvPrompts, build_prompts, first_row, open_source, source_problems
+from megatron_tlt.data.prompts import (
+    EnvPrompts,
+    build_prompts,
+    first_row,
+    held_out_prompts,
+    open_source,
+    source_problems,
+)
 from megatron_tlt.data.sources import Row, unread_warning
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import DataError, OpeningError
@@ -232,14 +239,22 @@ def test_train_and_held_out_streams_differ_and_held_out_ignores_the_run_seed() -
     assert first("eval", 0) == first("eval", 1)
 
 
-def test_a_held_out_file_is_gone_through_once(tmp_path: Path, ten: PromptSourceConfig) -> None:
+def test_a_held_out_file_is_gone_through_once(tmp_path: Path, ten: PromptSourceConfig, caplog: Any) -> None:
     held_out = write_jsonl(tmp_path / "h.jsonl", [{"prompt": "x" * n} for n in (3, 50, 5, 60)])
     section = DataSection(train=ten, eval=held_out, max_prompt_tokens=10)
     prompts = build_prompts(section, "eval", Letters(), 0)
     assert sorted(len(p.text) for p in prompts.next_batch(64)) == [3, 5]
     assert prompts.next_batch(1) == []
+    assert not caplog.messages
+    caplog.set_level(logging.INFO)  # as on the first rank
+    assert prompts.next_batch(1) == [] and [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(DataError, match="max_prompt_tokens = 2"):  # before a run writes anything
         build_prompts(section.model_copy(update={"max_prompt_tokens": 2}), "eval", Letters(), 0)
+    long = EnvPrompts(openings=lambda prompts: ["!" * 99 for _ in prompts])
+    with pytest.raises(
+        DataError, match=r"no prompt with the environment's text fits into data\.max_prompt_tokens = 10"
+    ):
+        held_out_prompts(section, Letters(), 64, long)  # type: ignore[arg-type]
 
 
 SAY = [{"role": "user", "content": "hi", "name": None}]

@@ -106,12 +106,20 @@ def test_a_stall_costs_math_one_sample(late: str, part: str, answer: str, failur
             raise TimeoutException
         return normal(*args, **options)
 
-    for cached in (math._equal, math._parsed, math._parsed_number):
+    for cached in (math._is_same, math._parsed, math._parsed_number):
         cached.cache_clear()
     monkeypatch.setattr(module, name, stalled)
     first, second = (judged(f"${answer}$", RewardConfig(name="math"), answer="x^2+5x+6") for _ in range(2))
     assert not stalls and first.value == (0.0 if failure is None else -1.0) and second.value == 1.0
     assert (first.failure is None) == (failure is None) and re.match(failure or "", first.failure or "")
+
+
+def test_no_cache_of_math_holds_a_whole_response(monkeypatch) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(math, "_parsed", lambda text: kept.append(text) or ())
+    before = math._is_same.cache_info().currsize
+    assert judged("First 2.\n" + 50 * "word " + "and then\n7", RewardConfig(name="math"), answer="7x").value == 0.0
+    assert "word" not in "".join(kept) and math._is_same.cache_info().currsize == before
 
 
 def test_a_reference_that_is_not_read_in_time_does_not_hide_one_that_is_equal(monkeypatch) -> None:

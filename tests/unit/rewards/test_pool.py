@@ -146,6 +146,12 @@ def test_a_function_may_start_processes_in_every_way_of_python() -> None:
     assert [r.value for r in found] == [found[0].value, 36.0, -signal.SIGTERM, 3.0, found[0].value]
 
 
+def test_a_process_in_a_session_of_its_own_ends_with_its_call() -> None:
+    with pool_of() as pool:
+        started, worker = results(pool, ["session", "pid"])
+        assert have_ended([int(started.value)]) and results(pool, ["pid"])[0] == worker
+
+
 def test_workers_live_on_between_calls_and_a_dead_idle_one_is_replaced_at_no_cost() -> None:
     with pool_of() as pool:
         first, again = results(pool, ["pid"])[0].value, results(pool, ["pid"])[0].value

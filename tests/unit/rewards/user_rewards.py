@@ -76,6 +76,7 @@ BEHAVIOURS: dict[str, Callable[[], Any]] = {
     "crash": lambda: ctypes.string_at(0),
     "pid": os.getpid,
     "tasks": lambda: len(os.listdir("/proc/self/task")),
+    "session": lambda: subprocess.Popen(["sleep", "300"], start_new_session=True).pid,
     "launcher": lambda: sum(name.startswith(("PMI_", "SLURM_", "OMPI_")) for name in os.environ),
     "torch": lambda: float("torch" in sys.modules or "mpi4py" in sys.modules),
     "nan": lambda: float("nan"),

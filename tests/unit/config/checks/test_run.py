@@ -94,6 +94,8 @@ def test_a_good_configuration_has_no_problems():
     assert paths(*DISTILL, *ALONE, "rewards.functions=[{name: task, weight: 0}]") == set()
     assert paths("data.eval={tasks: [{name: chain_sum}]}") == set(), "its stream is another one with the same seed, too"
     assert paths("optimizer.min_lr=1e-7", "optimizer.schedule=linear") == set()
+    own = "rewards.functions=[{name: exact}]"
+    assert paths("data.train.tasks=[{name: puzzle24}]", own) == set(), "only its own verifier is refused"
     assert paths(*GREEDY) == paths("data.eval={tasks: [{name: chain_sum}]}", GREEDY[0]) == set()
 
 
@@ -145,6 +147,11 @@ def test_a_good_configuration_has_no_problems():
         (["optimizer.schedule=cosine", "optimizer.warmup_steps=100"], "optimizer.warmup_steps"),
         (["data.train.tasks=[]"], "data.train.tasks"),
         (["data.train.tasks=[{name: a}, {name: b}, {name: a}]"], "data.train.tasks.2.name"),
+        (["data.train.tasks=[{name: puzzle24}]"], "data.train.tasks.0.name"),
+        (
+            ["data.train.tasks=[{name: puzzle24}]", "env.kind=retry", "rewards.functions=[{name: env}]"],
+            "data.train.tasks.0.name",
+        ),
         (["data.train.kind=jsonl", "rewards.functions=[{name: math}]"], "data.train.path"),
         (["data.train={kind: jsonl, path: x}"], "rewards.functions.0.name"),
         (["data.eval={kind: jsonl, path: x}"], "rewards.functions.0.name"),
