@@ -55,7 +55,8 @@ _OF_THE_FORWARD = re.compile(
     "|window|swa|sink|residual|router|routing|expert|moe|causal|bidirectional|activation|quant|compress|vision|audio"
     "|text_config|per_layer|block_configs|pruned|sparse|encoder|dim_model_base|altup|(^|_)(mla|ssm|mamba)"
 )
-_WARNED_ONLY = ("dual_chunk_attention_config",)  # of Qwen2.5-1M: vLLM computes it, transformers does not
+# Of Qwen2.5-1M: vLLM computes it, transformers does not. Warned of, and refused beside vLLM.
+DUAL_CHUNK = "dual_chunk_attention_config"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
     "scoring_func": ("softmax",),
@@ -87,7 +88,7 @@ def type_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 def forward_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Fields of a forward pass that is not ours."""
     for name in _unread(hf):
-        if _OF_THE_FORWARD.search(name) and name not in _WARNED_ONLY:
+        if _OF_THE_FORWARD.search(name) and name != DUAL_CHUNK:
             allowed = "is not computed here; it may be removed only where the model does without it"
             yield ConfigProblem(name, hf[name], allowed)
 
