@@ -33,7 +33,7 @@ def test_rotary_numbers_that_megatron_has_in_its_code_are_compared():
     other = replace(TINY, rope_scaling=RopeScaling(8.0, 1.0, 2.0, 128))
     for config in (same, TINY):
         assert without_a_flag(config) == argument_problems(megatron_arguments(config), config) == []
-    said = ["high_freq_factor is 2, for which Megatron-LM", "original_max_position_embeddings is 128, for which Megatron"]
+    said = ["high_freq_factor is 2, for which Megatron-LM", "original_max_position_embeddings is 128, for which"]
     found = without_a_flag(other)
     assert [text.startswith(words) for text, words in zip(found, said, strict=True)] == [True, True]
     wrong = ["high_freq_factor is 4 in Megatron-LM, not 2"]
