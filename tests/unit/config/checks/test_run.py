@@ -86,6 +86,14 @@ def test_the_actors_experts_have_rows_of_whole_16_bytes(sizes, dtype, said):
         assert [text.startswith(f"actor.dtype = {said}") for text in found] == [True] * (said is not None)
 
 
+@pytest.mark.parametrize(("kernels", "wanted"), [("torch", {"rollout.tp"}), ("native", set())])
+def test_each_ranks_part_of_an_expert_has_rows_of_whole_16_bytes_in_pytorch(kernels, wanted):
+    shape = SHAPE.model_copy(update=EXPERTS | {"family": "qwen3_moe", "moe_intermediate_size": 72})
+    for tp, found in ((2, wanted), (1, set())):
+        config = build_config(BASE, ["rollout.dtype=bf16", f"rollout.tp={tp}", f"rollout.kernels={kernels}"])
+        assert {problem.path for problem in check_config(config, shape, 2, "cpu")} == found
+
+
 @pytest.mark.parametrize(
     ("changes", "lora", "width"),
     [
