@@ -34,7 +34,7 @@ def test_bf16_heads_are_rotated_in_fp32(monkeypatch) -> None:
         SimpleNamespace(attention_dropout=0.0, kv_channels=WIDTH), pg_collection=SimpleNamespace(cp=None)
     )
     monkeypatch.setattr(layer, "attend", lambda q, k, v, packing: torch.cat((q, k, v), 2))
-    heads = [torch.randn(64, 1, 2, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(3)]
+    heads = [_random(64, 1, n, WIDTH).detach().bfloat16() for n in (4, 2, 2)]
     cos, sin = attention.rotation(torch.arange(64) * 99, 1.0 / 10 ** torch.arange(WIDTH // 2))
     found = layer(*heads, None, attention.PackedRows(rotation=(cos, sin)))
     table = torch.cat((cos[..., : WIDTH // 2], sin), -1)[:, 0, 0].double()
