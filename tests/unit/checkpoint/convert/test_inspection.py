@@ -89,9 +89,7 @@ def test_constants_of_the_model_are_compared(place, tmp_path, capsys):
     assert (
         convert_hf_to_megatron.main(["--hf", str(tmp_path / "scaled"), "--out", str(tmp_path / "x"), "--dry-run"]) == 0
     )
-    assert (
-        "warning: original_max_position_embeddings is 128, for which Megatron-LM has no" in capsys.readouterr().out
-    )
+    assert "warning: original_max_position_embeddings is 128, for which Megatron-LM has no" in capsys.readouterr().out
     MegatronConversion.plan(tmp_path / "scaled", None).write(tmp_path / "mg", SingleProcess())
     scaled, plain = open_checkpoint(tmp_path / "mg"), open_checkpoint(place / "mg")
     assert scaled.config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 128)
