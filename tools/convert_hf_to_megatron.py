@@ -15,7 +15,7 @@ from pathlib import Path
 
 import conversion as command
 
-from megatron_tlt.actor.megatron_arguments import flags_to_give
+from megatron_tlt.actor.megatron_arguments import flags_to_give, without_a_flag
 from megatron_tlt.checkpoint.atomic import check_room, gib
 from megatron_tlt.checkpoint.convert.to_megatron import COMMAND, MegatronConversion
 from megatron_tlt.cli.exit_codes import OK
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def convert(todo: MegatronConversion, ranks: Ranks) -> int:
         if ranks.is_main:
-            command.print_warnings(model_warnings(args.hf))
+            command.print_warnings([*model_warnings(args.hf), *without_a_flag(todo.source.config)])
         if args.dry_run:
             if ranks.is_main:
                 source, ignored = todo.source, todo.source.ignored

@@ -33,10 +33,9 @@ class PackedRows(PackedSeqParams):
     """Packed-sequence parameters with the lengths as Python ints too (no device sync in every layer).
 
     `runs` are (count, length) of neighbouring sequences of one length: they go through attention as one batch.
-    `rotation` is RoPE's cos and sin of the rows, see there; attention computes in their type. Under context parallelism
-    (`context_parallel.py`) runs and bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the
-    other, into the micro-batch's order; `masks` are shared by the layers. `routing`: inputs of the routers
-    (`routing.py`).
+    `rotation` is RoPE's cos and sin of the rows in fp32, see there. Under context parallelism (`context_parallel.py`)
+    runs and bounds are those of all ranks' rows: `to_whole` puts these rows, one rank after the other, into the
+    micro-batch's order; `masks` are shared by the layers. `routing`: inputs of the routers (`routing.py`).
     """
 
     runs: tuple[tuple[int, int], ...] = ()
@@ -58,14 +57,14 @@ def inner_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
-def rotation(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """RoPE's cos [T, 1, 1, d] and sin [T, 1, 1, d / 2] of the rows' positions [T].
+def rotation(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """RoPE's cos [T, 1, 1, d] and sin [T, 1, 1, d / 2], fp32, of the rows' positions [T].
 
     `inv_freq` ([d / 2] fp32) already holds any RoPE scaling.
     """
     angles = torch.outer(positions.float(), inv_freq)[:, None, None, :]
-    cos = angles.cos().to(dtype)
-    return torch.cat((cos, cos), dim=-1), angles.sin().to(dtype)
+    cos = angles.cos()
+    return torch.cat((cos, cos), dim=-1), angles.sin()
 
 
 class SDPACoreAttention(MegatronModule):
@@ -88,9 +87,10 @@ class SDPACoreAttention(MegatronModule):
     ) -> Tensor:
         """query [T, 1, n, d], key and value [T, 1, g, d] -> [T, 1, n * d]."""
         assert packed_seq_params is not None and packed_seq_params.rotation is not None
-        cos, sin = packed_seq_params.rotation
-        q, k = (Rotate.apply(x.to(cos.dtype), cos, sin) for x in (query, key))
-        return self.attend(q, k, value.to(cos.dtype), packed_seq_params).to(query.dtype)
+        inner = inner_dtype(query.dtype, query.device)
+        # Rotated in fp32, as in every engine and in Transformer Engine.
+        q, k = (Rotate.apply(x.float(), *packed_seq_params.rotation).to(inner) for x in (query, key))
+        return self.attend(q, k, value.to(inner), packed_seq_params).to(query.dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: PackedRows) -> Tensor:
         """`forward` of rotated queries and keys."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_tlt.actor.attention import SDPACoreAttention, inner_dtype, rotation
+from megatron_tlt.actor.attention import SDPACoreAttention, rotation
 from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, current_device, keep_one_table
 from megatron_tlt.actor.context_parallel import GatheredKeysAttention
 from megatron_tlt.actor.elementwise import RMSNorm, swiglu
@@ -332,7 +332,6 @@ class PolicyModel:
                 post_process=groups.is_last_stage,
                 # The local layers' core attention rotates.
                 position_embedding_type="rope" if uses_transformer_engine(actor) else "none",
-                rotary_base=int(config.rope_theta),
                 share_embeddings_and_output_weights=config.tie_word_embeddings,
                 parallel_output=True,
             )
@@ -344,7 +343,7 @@ class PolicyModel:
             mark_shards(self.module, groups, self.adapters)
             mark_partial(self.module, groups, self.adapters)
             freeze_base(self.module)
-        # megatron's own scaling hard-codes three of Llama 3's four numbers.
+        # Not megatron's, which has three of Llama 3's four numbers in its code.
         inv_freq = inverse_frequencies(config).to(current_device())
         self._inv_freq: Tensor | None = None
         if uses_transformer_engine(actor):
@@ -395,8 +394,7 @@ class PolicyModel:
         self._rows = F.pad(batch.rows, (0, -len(batch.rows) % multiple))
         packing = batch.packing
         if self._inv_freq is not None:
-            dtype = inner_dtype(self.megatron_config.params_dtype, self._inv_freq.device)
-            tables = rotation(batch.positions[0], self._inv_freq, dtype)
+            tables = rotation(batch.positions[0], self._inv_freq)
             packing = replace(packing, rotation=tables, masks={})  # which live as long as this forward's graph
         if batch.routing is not None:
             packing = replace(packing, routing=self._routing(batch, batch.routing))

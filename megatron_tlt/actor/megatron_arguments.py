@@ -38,6 +38,8 @@ _OFF = {
     "moe_router_topk_limited_devices": None,
     "moe_apply_probs_on_input": False,
 }
+# Of Llama 3's frequency scaling Megatron-LM has an argument for the factor alone; the other numbers are in its code.
+_FIXED_SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 class _Unread:
@@ -73,6 +75,8 @@ def argument_problems(found: dict[str, Any], config: ModelConfig) -> list[str]:
         found.pop("rope_scaling_factor", None)
     both = [(name, found.get(name), value) for name, value in wanted.items()]
     problems = [f"{name} is {own!r}, not {value!r}" for name, own, value in both if own not in (None, value)]
+    if found.get("use_rope_scaling"):
+        problems += [f"{name} is {fixed} in Megatron-LM, not {own:g}" for name, own, fixed in _other_scaling(config)]
     if "sinkhorn" in str(found.get("moe_router_load_balancing_type")):  # or a list of types
         problems.append("moe_router_load_balancing_type is 'sinkhorn', whose gates are others")
     if (found.get("vocab_size") or 0) > config.vocab_size:
@@ -80,9 +84,16 @@ def argument_problems(found: dict[str, Any], config: ModelConfig) -> list[str]:
     return problems
 
 
+def _other_scaling(config: ModelConfig) -> list[tuple[str, float, int]]:
+    """Name, value and Megatron-LM's value of the model's numbers that it computes with others of."""
+    scaling = config.rope_scaling
+    both = [] if scaling is None else [(name, getattr(scaling, name), fixed) for name, fixed in _FIXED_SCALING.items()]
+    return [(name, own, fixed) for name, own, fixed in both if own != fixed]
+
+
 def megatron_arguments(config: ModelConfig) -> dict[str, Any]:
     """Megatron-LM's arguments for this model, under the names that it has in common.pt; its defaults are left out."""
-    scaling = config.rope_scaling
+    scaling, theta = config.rope_scaling, config.rope_theta
     return {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -94,7 +105,7 @@ def megatron_arguments(config: ModelConfig) -> dict[str, Any]:
         "seq_length": config.max_position_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "position_embedding_type": "rope",
-        "rotary_base": int(config.rope_theta),
+        "rotary_base": int(theta) if theta == int(theta) else theta,  # it computes with either
         "use_rope_scaling": scaling is not None,
         **({} if scaling is None else {"rope_scaling_factor": scaling.factor}),
         "add_bias_linear": False,
@@ -122,3 +133,11 @@ def flags_to_give(config: ModelConfig) -> list[str]:
     if scaling is not None:
         flags.append(f"--use-rope-scaling --rope-scaling-factor {scaling.factor}")
     return flags
+
+
+def without_a_flag(config: ModelConfig) -> list[str]:
+    """A line for each number of the model that Megatron-LM has neither an argument nor a flag for."""
+    return [
+        f"{name} is {own:g}, for which Megatron-LM has no flag: it computes with {fixed}, and so another model"
+        for name, own, fixed in _other_scaling(config)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         assert rollout.speculation.drafter_path is not None  # `check_speculation`
         drafter = load_drafter(rollout.speculation.drafter_path, config, rollout.speculation)
     decoder = build_decoder(
-        config,
+        replace(config, max_position_embeddings=model.max_context),  # the rotary table's length: no request is longer
         device,
         DTYPES[rollout.dtype],
         rollout.kernels,

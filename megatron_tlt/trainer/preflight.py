@@ -42,7 +42,7 @@ from megatron_tlt.errors import (
     shortened,
 )
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.files import model_problems
+from megatron_tlt.models.hf.files import backend_problems, model_problems
 from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.base import correct_line
@@ -245,6 +245,8 @@ def _problems(
         found += unreadable
     if config.rl is not None:
         found += teacher_problems(config.rl) + wandb_problems(config.rl.observe.wandb_project)
+    if config.rl is not None and model is not None:
+        found += backend_problems(Path(described or config.model.path) / "config.json", config.rl.rollout.backend)
     return found + tokenizer_problems(config) + chat_problems(config) + input_problems(config, device)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_tlt.config.actor import LORA_TARGETS, MLP_TARGETS, ActorSection
 from megatron_tlt.config.dims import Dims
 from megatron_tlt.config.model import ArchitectureConfig
+from megatron_tlt.config.planning.parameters import element_bytes
 from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.errors import ConfigError, ConfigProblem, Problems
 
@@ -89,8 +90,18 @@ def _installed_engine() -> str | None:
         return None
 
 
+GROUPED = "PyTorch's grouped products take rows of whole 16 bytes"
+
+
+def grouped_step(element: int) -> int:
+    """Elements of `element` bytes that a row of a grouped product (`grouped_mm`) has a multiple of, on CPUs, too: a row
+    of an expert's inputs, of its weights or of their adapters.
+    """
+    return 16 // element
+
+
 def check_experts(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:
-    """megatron's requirements of a mixture of experts. Experts are never cut by tensor parallel."""
+    """What a mixture of experts needs of megatron and of products. Experts are never cut by tensor parallel."""
     actor = config.actor
     if shape is None:
         return
@@ -108,6 +119,17 @@ def check_experts(config: TrainingConfig, shape: ArchitectureConfig | None) -> P
     if actor.tp > 1 and not actor.sequence_parallel:
         allowed = "must be true for a mixture of experts with actor.tp > 1: megatron's layers refuse it otherwise"
         yield ConfigProblem("actor.sequence_parallel", False, allowed)
+    if config.rl is None or config.rl.trains:
+        yield from _check_grouped(config, shape)
+
+
+def _check_grouped(config: TrainingConfig, shape: ArchitectureConfig) -> Problems:
+    """Sizes of experts that the actor's grouped products refuse."""
+    dtype, step = config.actor.dtype, grouped_step(element_bytes(config.actor.dtype))
+    for name, size in (("hidden size", shape.hidden_size), ("experts' width", shape.moe_intermediate_size)):
+        if size % step:
+            allowed = f"needs the model's {name} ({size}) to be a multiple of {step}: {GROUPED}"
+            yield ConfigProblem("actor.dtype", dtype, allowed)
 
 
 def check_first_stage(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:

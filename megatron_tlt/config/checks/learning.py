@@ -9,11 +9,11 @@ from pathlib import Path
 
 from megatron_tlt.config.actor import MLP_TARGETS, LoraSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
-from megatron_tlt.config.checks.layout import Device
+from megatron_tlt.config.checks.layout import GROUPED, grouped_step
 from megatron_tlt.config.data import UNREAD, PromptSourceConfig, RewardConfig
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.paths import FORMATS, has_form_of_name
-from megatron_tlt.config.planning.parameters import total_parameters
+from megatron_tlt.config.planning.parameters import element_bytes, total_parameters
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.errors import ConfigProblem, Problems
 
@@ -280,7 +280,7 @@ def _check_pattern(path: str, pattern: str, needs_group: bool) -> Problems:
         yield ConfigProblem(path, pattern, "needs a group (...) around the answer")
 
 
-def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device: Device | None) -> Problems:
+def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:
     """Adapters that nothing can serve, or that are no smaller than what they adapt."""
     lora = config.actor.lora
     if lora is None:
@@ -292,8 +292,9 @@ def check_lora(config: TrainingConfig, shape: ArchitectureConfig | None, device:
     least, name = min(_adapted_widths(lora, shape))
     if lora.rank >= least:
         yield ConfigProblem("actor.lora.rank", lora.rank, f"must be < {least}, the model's {name} width")
-    if shape.num_experts and set(lora.targets) & set(MLP_TARGETS) and device == "cuda" and lora.rank % 8:
-        allowed = "must be a multiple of 8 with experts on CUDA: grouped products take rows of 16 bytes"
+    step = grouped_step(element_bytes(config.actor.dtype))
+    if shape.num_experts and set(lora.targets) & set(MLP_TARGETS) and lora.rank % step:
+        allowed = f"must be a multiple of {step} for experts with actor.dtype: {config.actor.dtype}: {GROUPED}"
         yield ConfigProblem("actor.lora.rank", lora.rank, allowed)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_tlt.config.checks.layout import Device, check_nodes, tp_problems
+from megatron_tlt.config.checks.layout import GROUPED, Device, check_nodes, grouped_step, tp_problems
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import least_cache_bytes
+from megatron_tlt.config.planning.parameters import element_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
 NATIVE_HEAD_DIM = 256  # most of the native decoder: TLT_MAX_HEAD_DIM of its csrc/tlt.h
-_GROUPED_BYTES = 16  # of a matrix's row, by which it must be divisible (models/decoders/torch/experts.py)
 
 
 def check_rollout(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
@@ -55,15 +55,15 @@ def _is_native(config: Config, device: Device | None) -> bool:
 
 
 def _check_grouped(config: Config, shape: ArchitectureConfig, device: Device | None) -> Problems:
-    """Sizes of experts that PyTorch's grouped product refuses."""
+    """Sizes of experts that the PyTorch decoder's grouped products refuse."""
     rollout = config.rollout
     if rollout.backend != "embedded" or _is_native(config, device):
         return
-    step = _GROUPED_BYTES // (4 if rollout.dtype == "fp32" else 2)
+    step = grouped_step(element_bytes(rollout.dtype))
     for name, size in (("hidden size", shape.hidden_size), ("experts' width", shape.moe_intermediate_size)):
         part = size // rollout.tp if name == "experts' width" else size
         if part % step:
-            allowed = f"must leave the {name} ({size}) a multiple of {step} on each rank: grouped products are aligned"
+            allowed = f"must leave the {name} ({size}) a multiple of {step} on each rank: {GROUPED}"
             yield ConfigProblem("rollout.tp", rollout.tp, allowed)
 
 

@@ -76,7 +76,7 @@ def check_config(
         *check_attention(config, device),
         *check_experts(config, shape),
         *check_first_stage(config, shape),
-        *check_lora(config, shape, device),
+        *check_lora(config, shape),
         *check_architecture(config, shape),
         *check_chat_template(config),
         *check_optimizer(config.optimizer, config.optimizer_steps),

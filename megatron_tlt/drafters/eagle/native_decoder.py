@@ -64,7 +64,7 @@ class NativeEagle(DrafterDecoder):
         self.config, self.dtype = config, policy.dtype
         self.lib = library(self.dtype == torch.bfloat16)
         h, is_eagle3 = config.policy.hidden_size, isinstance(config, Eagle3Config)
-        positions = config.policy.max_position_embeddings
+        positions = policy.config.max_position_embeddings  # those of the engine's context
         self._one = replace(config.layer, vocab_size=config.draft_vocab_size, max_position_embeddings=positions)
         self._whole = Shard(self._one, 0, 1)
         self._packer = Packer(self.dtype)

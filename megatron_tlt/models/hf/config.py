@@ -358,12 +358,14 @@ def _uses_window(hf: Mapping[str, Any], family: Family) -> bool:
         return False
     if window >= positions > 0:
         return False
-    if (types := hf.get("layer_types")) is not None:
-        return any(t != "full_attention" for t in types)
     if family == "mixtral":  # without the switch of the others
         return True
     is_on = hf.get("use_sliding_window", family == "llama")  # where transformers reads neither, and vLLM the window
-    if family in ("qwen2_moe", "qwen3_moe"):  # in qwen3_moe every layer has one, in qwen2_moe some below that number
+    if family == "qwen3_moe":  # every layer has one
+        return bool(is_on)
+    if (types := hf.get("layer_types")) is not None:  # which transformers does not read in the two families above
+        return any(t != "full_attention" for t in types)
+    if family == "qwen2_moe":  # some layers below max_window_layers have one
         return bool(is_on)
     return bool(is_on) and hf.get("max_window_layers", 0) < layers
 

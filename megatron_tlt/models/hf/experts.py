@@ -75,8 +75,8 @@ def moe_fields(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family not in MOE_FAMILIES:
         return {}
     is_mixtral = family == "mixtral"
-    dense = set(hf.get("mlp_only_layers") or ())
-    step = 1 if is_mixtral else hf.get("decoder_sparse_step") or 1
+    # transformers reads neither field for Mixtral.
+    dense, step = ((), 1) if is_mixtral else (hf.get("mlp_only_layers") or (), hf.get("decoder_sparse_step") or 1)
     layers = range(hf["num_hidden_layers"])
     return {
         "num_experts": _num_experts(hf),

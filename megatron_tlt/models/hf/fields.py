@@ -26,16 +26,17 @@ _MAY_BE_NULL = ("use_qk_norm", "sliding_window", "bos_token_id", "pad_token_id",
 # The others that `ModelConfig` reads; it checks their values itself.
 _READ_ELSEWHERE = """
     architectures model_type vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size
-    num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta hidden_act eos_token_id
-    quantization_config partial_rotary_factor layer_types num_experts num_local_experts n_routed_experts
-    num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step mlp_only_layers
+    num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings rms_norm_eps rope_theta
+    hidden_act eos_token_id quantization_config partial_rotary_factor layer_types num_experts num_local_experts
+    n_routed_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size decoder_sparse_step
+    mlp_only_layers
 """
 READ = frozenset((*_FLAGS, *_COUNTS, *ROPE_OBJECTS, *_READ_ELSEWHERE.split()))
 # Origin and storage of the file; training and kernels; settings of generation, and of heads for classification.
 _HARMLESS_NAMES = """
     _name_or_path _commit_hash name_or_path transformers_version torch_dtype dtype use_bfloat16 torchscript use_cache
     transformers.js_config unsloth_version unsloth_fixed model_name is_llama_config tokenizer_class model_max_length
-    max_sequence_length seq_length original_max_position_embeddings pretraining_tp tf_legacy_loss attention_backend
+    max_sequence_length seq_length pretraining_tp tf_legacy_loss attention_backend
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset attn_implementation
     use_flash_attn use_flash_attention use_flash_attention_2 _flash_attn_2_enabled attention_softmax_in_fp32
     initializer_range initializer_std init_std neftune_noise_alpha gradient_checkpointing chunk_size_feed_forward
@@ -54,7 +55,8 @@ _OF_THE_FORWARD = re.compile(
     "|window|swa|sink|residual|router|routing|expert|moe|causal|bidirectional|activation|quant|compress|vision|audio"
     "|text_config|per_layer|block_configs|pruned|sparse|encoder|dim_model_base|altup|(^|_)(mla|ssm|mamba)"
 )
-_WARNED_ONLY = ("dual_chunk_attention_config",)  # of Qwen2.5-1M: vLLM computes it, transformers does not
+# Of Qwen2.5-1M: vLLM computes it, transformers does not. Warned of, and refused beside vLLM.
+DUAL_CHUNK = "dual_chunk_attention_config"
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
     "scoring_func": ("softmax",),
@@ -86,7 +88,7 @@ def type_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 def forward_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Fields of a forward pass that is not ours."""
     for name in _unread(hf):
-        if _OF_THE_FORWARD.search(name) and name not in _WARNED_ONLY:
+        if _OF_THE_FORWARD.search(name) and name != DUAL_CHUNK:
             allowed = "is not computed here; it may be removed only where the model does without it"
             yield ConfigProblem(name, hf[name], allowed)
 

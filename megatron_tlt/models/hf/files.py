@@ -17,9 +17,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_tlt.config.json_reader import read_object_if_there
-from megatron_tlt.errors import CheckpointError, shortened
+from megatron_tlt.errors import CheckpointError, ConfigProblem, shortened
 from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
-from megatron_tlt.models.hf.fields import unread_fields
+from megatron_tlt.models.hf.fields import DUAL_CHUNK, unread_fields
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,6 +73,14 @@ def config_warnings(file: Path) -> list[str]:
     """What is left out of a config.json that can be read."""
     fields = unread_fields(read_object_if_there(file))
     return [f"{file} sets fields that are not known, and not read: {shortened(fields)}"] if fields else []
+
+
+def backend_problems(file: Path, backend: str) -> list[ConfigProblem]:
+    """Fields of a config.json that can be read, by which the engine would compute another model than the actor."""
+    if backend != "vllm" or not read_object_if_there(file).get(DUAL_CHUNK):
+        return []
+    why = f"must be 'embedded', or {DUAL_CHUNK} removed from {file}: vLLM attends by it, the actor attends in full"
+    return [ConfigProblem("rollout.backend", backend, why)]
 
 
 def shards(directory: str | Path) -> dict[str, Path] | None:

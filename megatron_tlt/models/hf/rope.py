@@ -16,6 +16,7 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 _KINDS = ("rope_type", "type")  # the second is the older spelling
 _KEYS = (*_KINDS, "rope_theta", "partial_rotary_factor", *LLAMA3_KEYS)
+_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # keys beside the objects, too
 
 
 def is_positive(value: Any) -> bool:
@@ -24,11 +25,16 @@ def is_positive(value: Any) -> bool:
 
 
 def rope_of(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """One dictionary of both forms."""
-    merged = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
-    for name in ROPE_OBJECTS:
-        merged |= dict(hf.get(name) or {})
-    return merged
+    """One dictionary of both forms. Of two objects it has `rope_scaling` alone, as in transformers."""
+    return _outside(hf) | dict(hf.get(_object_that_counts(hf)) or {})
+
+
+def _outside(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: hf[name] for name in _OUTSIDE if hf.get(name) is not None}
+
+
+def _object_that_counts(hf: Mapping[str, Any]) -> str:
+    return "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
@@ -39,9 +45,7 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 def rope_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Kinds of rotary embedding that are not computed, missing and impossible numbers, and two words that differ."""
     yield from _contradictions(hf)
-    rope = rope_of(hf)
-    kind = rope_type(rope)
-    where = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+    rope, kind, where = rope_of(hf), rope_type(rope_of(hf)), _object_that_counts(hf)
     if kind not in ("default", "llama3"):
         yield ConfigProblem(f"{where}.rope_type", kind, "must be 'default' or 'llama3'")
     elif kind == "llama3":
@@ -62,9 +66,7 @@ def rope_problems(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
 
 def _contradictions(hf: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Keys that are not read, and a key that has two values in the forms."""
-    said: dict[str, tuple[str, Any]] = {}
-    if hf.get("rope_theta") is not None:
-        said["rope_theta"] = "rope_theta", hf["rope_theta"]
+    said = {name: (name, value) for name, value in _outside(hf).items()}
     for name in ROPE_OBJECTS:
         for key, value in dict(hf.get(name) or {}).items():
             field = f"{name}.{key}"

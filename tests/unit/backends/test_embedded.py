@@ -87,6 +87,15 @@ def drafting_backend(model_dir: Path, drafter: EagleModel, selector: str = "fixe
     )
 
 
+def test_rotary_tables_are_as_long_as_the_context(model_dir: Path):
+    """And not as the positions of the model, of some a million; every rank has two."""
+    backend = drafting_backend(model_dir, EagleModel(EagleConfig.of(TINY)))
+    decoders = backend.engine.runner.decoder, backend.engine.speculator.trained.decoder
+    assert [decoder._forward.model.rope_len for decoder in decoders] == [64, 64]
+    params = SamplingParams(max_tokens=61, ignore_eos=True)  # behind 3 tokens: up to the last position
+    assert [len(s.token_ids) for s in backend.generate(GenerateCall(PROMPTS, params, 2))] == [61] * 4
+
+
 def push(backend: EmbeddedBackend, version: int, drafter: EagleModel | None = None) -> None:
     backend.begin_update(version)
     backend.update_weights(WeightBucket(version, list(random_weights(TINY))))

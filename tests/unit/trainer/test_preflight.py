@@ -268,6 +268,18 @@ def starting_from(folder, speculation=None, **model) -> Config:
     )
 
 
+def test_an_attention_that_vllm_alone_computes_is_found_before_a_run(tmp_path):
+    config = starting_from(tmp_path)
+    file = tmp_path / "model/config.json"
+    about = json.loads(file.read_text()) | {"dual_chunk_attention_config": {"chunk_size": 8}}
+    file.write_text(json.dumps(about))
+    assert "not read: dual_chunk_attention_config" in check_report(config, 1), "the embedded engine is as the actor"
+    rollout = config.rollout.model_copy(update={"backend": "vllm"})
+    with pytest.raises(ConfigError) as caught:  # vLLM is not here, either
+        check_report(config.model_copy(update={"rollout": rollout}), 1)
+    assert "rollout.backend = 'vllm': must be 'embedded', or dual_chunk_attention_config removed" in str(caught.value)
+
+
 def test_a_drafter_of_another_policy_is_found_before_a_run(tmp_path):
     config = starting_from(tmp_path, {"drafter": "eagle", "drafter_path": str(tmp_path / "drafter")})
     save_drafter(tmp_path / "drafter", EagleConfig.of(EAGLE), random_drafter(EAGLE))

@@ -22,7 +22,7 @@ AllReduce = ctypes.CFUNCTYPE(None, c_void_p, c_int64)
 REDUCE_FAILED = 7
 ERRORS = {
     1: "a token id outside the vocabulary",
-    2: "a position outside the rotary table (longer than max_position_embeddings?)",
+    2: "a position outside the rotary table (longer than model.max_context?)",
     3: "a slot outside the KV cache",
     4: "a block table that is too short or names a block outside the KV cache",
     5: "a logit row outside the batch, or not above the one before",

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megatron_tlt.config.checks.layout import GROUPED, grouped_step
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.models.decoders.base import Shard
 from megatron_tlt.models.decoders.torch.invariant import rowwise
 from megatron_tlt.models.decoders.torch.layers import gated_silu
 from megatron_tlt.models.hf.config import ModelConfig
-
-_ALIGNED = 16  # bytes: a row of a matrix that `grouped_mm` reads is a multiple of it
 
 
 def empty_experts(config: ModelConfig, shard: Shard, like: Tensor) -> dict[str, Tensor]:
@@ -25,10 +24,10 @@ def empty_experts(config: ModelConfig, shard: Shard, like: Tensor) -> dict[str, 
     product refuses.
     """
     e, h, width, shared = config.num_experts, config.hidden_size, shard.expert_inter, shard.shared_inter
-    step = _ALIGNED // like.dtype.itemsize
+    step = grouped_step(like.dtype.itemsize)
     for field, size in (("hidden_size", h), ("moe_intermediate_size / rollout.tp", width)):
         if size % step:
-            raise ConfigError.of(field, size, f"must be a multiple of {step}: grouped products are aligned")
+            raise ConfigError.of(field, size, f"must be a multiple of {step}: {GROUPED}")
     shapes = {"gate": (e, h), "experts_gate_up": (e, 2 * width, h), "experts_down": (e, h, width)}
     if shared:
         shapes |= {"gate_up": (2 * shared, h), "down_proj": (h, shared), "shared_expert_gate": (1, h)}

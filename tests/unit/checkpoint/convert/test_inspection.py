@@ -79,13 +79,17 @@ def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
         assert "model.layers.1.mlp.up_proj.weight: largest difference 0.5" in comparison_report(two, found)
 
 
-def test_constants_of_the_model_are_compared(place, tmp_path):
+def test_constants_of_the_model_are_compared(place, tmp_path, capsys):
     shutil.copytree(place / "hf", tmp_path / "scaled")
     about = json.loads((tmp_path / "scaled/config.json").read_text())
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope = {"rope_theta": 5e5, **scaling, "original_max_position_embeddings": 128}
     about = {name: value for name, value in about.items() if not name.startswith("rope_")}
     (tmp_path / "scaled/config.json").write_text(json.dumps(about | {"rope_parameters": rope}))
+    assert (
+        convert_hf_to_megatron.main(["--hf", str(tmp_path / "scaled"), "--out", str(tmp_path / "x"), "--dry-run"]) == 0
+    )
+    assert "warning: original_max_position_embeddings is 128, for which Megatron-LM has no" in capsys.readouterr().out
     MegatronConversion.plan(tmp_path / "scaled", None).write(tmp_path / "mg", SingleProcess())
     scaled, plain = open_checkpoint(tmp_path / "mg"), open_checkpoint(place / "mg")
     assert scaled.config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 128)

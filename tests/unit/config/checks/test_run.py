@@ -53,16 +53,45 @@ def test_transformer_engines_attention_of_packed_rows_takes_no_fp32():
     assert not list(check_attention(build_config(BASE, engine[1:]), "cuda", "2.11")), "auto: local layers"
 
 
-def test_grouped_products_on_a_gpu_take_ranks_of_eight():
+def test_grouped_products_take_ranks_of_whole_16_bytes():
     shape = SHAPE.model_copy(update=EXPERTS | {"family": "qwen3_moe"})
-    for overrides, device, is_taken in (
-        (["rank=8"], "cuda", True),
-        (["rank=4"], "cuda", False),
-        (["rank=4"], "cpu", True),
-        (["rank=4", "targets=[q_proj,o_proj]"], "cuda", True),
+    for rank, dtype, more, step in (
+        (8, "bf16", (), None),
+        (4, "bf16", (), 8),
+        (4, "fp32", (), None),
+        (2, "fp32", (), 4),
+        (2, "bf16", ("targets=[q_proj,o_proj]",), None),
     ):
-        config = build_config(BASE, [f"actor.lora.{override}" for override in overrides])
-        assert (not list(check_lora(config, shape, device))) == is_taken
+        given = [f"actor.dtype={dtype}", *(f"actor.lora.{override}" for override in (f"rank={rank}", *more))]
+        found = [str(problem) for problem in check_lora(build_config(BASE, given), shape)]
+        said = f"actor.lora.rank = {rank}: must be a multiple of {step} for experts with actor.dtype: {dtype}: "
+        assert len(found) == (step is not None) and all(text.startswith(said) for text in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "said"),
+    [
+        ({"moe_intermediate_size": 36}, "bf16", "'bf16': needs the model's experts' width (36) to be a multiple of 8"),
+        ({"moe_intermediate_size": 36}, "fp32", None),
+        ({"moe_intermediate_size": 30}, "fp32", "'fp32': needs the model's experts' width (30) to be a multiple of 4"),
+        ({"hidden_size": 68}, "bf16", "'bf16': needs the model's hidden size (68) to be a multiple of 8"),
+    ],
+)
+def test_the_actors_experts_have_rows_of_whole_16_bytes(sizes, dtype, said):
+    shape = SHAPE.model_copy(update=EXPERTS | {"family": "qwen3_moe"} | sizes)
+    sft = {"model": {"path": "m"}, "sft": {"train_path": "a", "out": "b"}}
+    given = [f"actor.dtype={dtype}"]
+    for config in (build_config(BASE, given), build_config(sft, given, root=SftConfig)):
+        found = [str(p) for p in check_config(config, shape, 1, "cpu") if p.path == "actor.dtype"]
+        assert [text.startswith(f"actor.dtype = {said}") for text in found] == [True] * (said is not None)
+
+
+@pytest.mark.parametrize(("kernels", "wanted"), [("torch", {"rollout.tp"}), ("native", set())])
+def test_each_ranks_part_of_an_expert_has_rows_of_whole_16_bytes_in_pytorch(kernels, wanted):
+    shape = SHAPE.model_copy(update=EXPERTS | {"family": "qwen3_moe", "moe_intermediate_size": 72})
+    for tp, found in ((2, wanted), (1, set())):
+        config = build_config(BASE, ["rollout.dtype=bf16", f"rollout.tp={tp}", f"rollout.kernels={kernels}"])
+        assert {problem.path for problem in check_config(config, shape, 2, "cpu")} == found
 
 
 @pytest.mark.parametrize(
@@ -80,7 +109,7 @@ def test_grouped_products_on_a_gpu_take_ranks_of_eight():
 )
 def test_a_rank_is_below_the_widths_that_its_targets_have(changes, lora, width):
     shape = SHAPE.model_copy(update={"num_kv_heads": 1, **changes})
-    found = list(check_lora(build_config(BASE, [f"actor.lora.{text}" for text in lora]), shape, "cpu"))
+    found = list(check_lora(build_config(BASE, [f"actor.lora.{text}" for text in lora]), shape))
     assert [problem.allowed.rpartition("the model's ")[2] for problem in found] == ([f"{width} width"] if width else [])
 
 
@@ -252,6 +281,7 @@ def test_the_first_stage_trains_all_that_adams_step_is_saved_of(dense, overrides
         ({"num_kv_heads": 2}, ["actor.tp=4"], "actor.tp = 4 must divide the model's key/value heads 2"),
         ({"num_layers": 6}, ["actor.pp=4"], "actor.pp = 4 must divide the model's 6 layers"),
         (EXPERTS, ["actor.tp=2"], "actor.sequence_parallel = False must be true for a mixture of experts"),
+        (EXPERTS | {"moe_intermediate_size": 30}, [], "actor.dtype = fp32 needs the model's experts' width (30) to be"),
     ],
 )
 def test_a_teacher_must_fit_vocabulary_and_layout(sizes, overrides, allowed):

@@ -64,6 +64,27 @@ def test_a_mixtral_has_the_theta_of_either_form() -> None:
     assert ModelConfig.from_hf({**mixtral, "rope_parameters": {"rope_theta": 1e4}}).rope_theta == 1e4
 
 
+def test_a_mixtral_has_experts_in_every_layer() -> None:
+    mixtral = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+    fields = {"mlp_only_layers": [0], "decoder_sparse_step": 2}  # of other families: transformers does not read them
+    assert ModelConfig.from_hf({**mixtral, **fields}).moe_layers == (0, 1)
+
+
+@pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 4096}, {"rope_theta": 3e5}])
+def test_of_rope_in_several_places_the_same_counts_as_in_transformers(outside: dict) -> None:
+    from transformers import LlamaConfig
+
+    inner = {key: value for key, value in LLAMA3_ROPE.items() if key not in outside}
+    second = {"rope_type": "llama3", "rope_theta": outside.get("rope_theta", 5e5)}
+    about = {key: value for key, value in {**QWEN2, **LLAMA}.items() if key != "rope_theta"}
+    about |= {"rope_scaling": inner, "rope_parameters": second, **outside}
+    ours, theirs = ModelConfig.from_hf(about), LlamaConfig(**about)
+    theirs.standardize_rope_params()  # as its rotary embedding does
+    assert ours.rope_scaling is not None
+    found = ours.rope_theta, ours.rope_scaling.original_max_position_embeddings
+    assert found == tuple(theirs.rope_parameters[key] for key in ("rope_theta", "original_max_position_embeddings"))
+
+
 def test_families_differ_where_they_should() -> None:
     qwen2 = ModelConfig.from_hf(QWEN2)
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.eos_token_ids) == (True, False, 16, (7,))
@@ -107,6 +128,16 @@ def test_families_differ_where_they_should() -> None:
         ),
         ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_window", "full attention only"),
         ({**QWEN3_MOE, "use_sliding_window": True}, "sliding_window", "full attention only"),
+        (
+            {**QWEN3_MOE, "use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+            "sliding_window",
+            "full attention only",
+        ),
+        (
+            {**QWEN3_MOE, "architectures": None, "model_type": "mixtral", "layer_types": ["full_attention"] * 2},
+            "sliding_window",
+            "full attention only",
+        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", "128"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "'llama3'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type", "linear"),
@@ -145,6 +176,11 @@ def test_families_differ_where_they_should() -> None:
         ({"rope_scaling": {"type": "default", "mrope_section": [4, 4]}}, "rope_scaling.mrope_section", "not computed"),
         ({"rope_parameters": {"full_attention": {"factor": 2}}}, "rope_parameters.full_attention", "not computed"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters.rope_theta", "what rope_theta says (1000000.0)"),
+        (
+            {"rope_scaling": LLAMA3_ROPE, "original_max_position_embeddings": 4096},
+            "rope_scaling.original_max_position_embeddings",
+            "what original_max_position_embeddings says (4096)",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "must be 1.0"),
         ({"attention_multiplier": 0.5}, "attention_multiplier", "not computed"),
         ({"residual_multiplier": 0.22}, "residual_multiplier", "not computed"),
