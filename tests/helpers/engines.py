@@ -134,23 +134,25 @@ def speculating_engine(
     shape: DrafterConfig | None = None,
     **sizes: Any,
 ) -> Engine:
-    """As `make_engine`, with the fields of `rollout.speculation`, and `catch_up` of `Drafting`; a trained drafter, of
+    """As `make_engine`, with the fields of `rollout.speculation`, and `RowDrafter.catch_up`; a trained drafter, of
     kind eagle by default, is random unless given.
     """
-    drafter = shape or EagleConfig.of(config)
+    drafter, fields = shape or EagleConfig.of(config), dict(speculation)
+    catch_up = fields.pop("catch_up", None)
 
     def drafting(decoder: Decoder) -> Drafting:
-        fields = dict(speculation)
-        more = {"catch_up": fields.pop("catch_up")} if "catch_up" in fields else {}
         section = SpeculationSection(drafter_path="(in memory)", **fields)
         made = None
         if section.trained:
             made = KINDS[drafter.kind].build_decoder(decoder, drafter)
             made.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
-        return Drafting(section, made, **more)
+        return Drafting(section, made)
 
     layers = drafter.aux_layers
-    return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
+    engine = make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
+    if catch_up is not None:
+        engine.speculator.trained._drafts.catch_up = catch_up  # type: ignore[union-attr]
+    return engine
 
 
 def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.speculation.history import ResponseHistory
 
 
-_CATCH_UP = 256  # positions a request that a trained drafter which starts late reads in one step
-
-
 @dataclass(frozen=True)
 class Drafting:
     """Configuration and parts of an engine that speculates."""
@@ -33,7 +30,6 @@ class Drafting:
     section: SpeculationSection
     decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
     history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
-    catch_up: int = _CATCH_UP
     verify_rows: int | None = None  # most rows of a step with pre-rollouts; None: as many as any step's
 
 
@@ -63,7 +59,7 @@ def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> T
     section, decoder = drafting.section, drafting.decoder
     if decoder is None:
         raise ConfigError.of("rollout.speculation.drafter", section.drafter, "the engine got no drafter")
-    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), drafting.catch_up)
+    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages())
     if runner.pool is not None:
         decoder.use_graphs(runner.pool.graphs.run)
     return trained
