@@ -131,7 +131,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.models.hf.config import ModelConfig
-    from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
+    from megatron_tlt.trainer.environments import Environments, before_a_run, open_turns, prompts_of
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
@@ -152,7 +152,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
         for warning in _prompt_warnings(args, prompts, tokenizer) if world.is_main else []:
             _log.warning(warning)
-        turns = at_end.enter_context(turns_of(environments))
+        turns = at_end.enter_context(open_turns(environments))
         stats = generate_file(
             args.model,
             prompts,
@@ -247,7 +247,7 @@ def _more_of(logprobs: bool, environments: Environments | None, sample: Sample) 
     row: JsonRow = {"logprobs": sample.logprobs} if logprobs else {}
     if environments is not None:
         row |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
-        row["turns"] = environments.turns_of(sample)
+        row["turns"] = environments.turn_rows(sample)
     return row
 
 

@@ -82,7 +82,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter, backend = build_models(config, world, algorithm, tokenizer, tp)
     state = TrainState()
-    turns_of = None if environments is None else environments.turns_of
+    turns_of = None if environments is None else environments.turn_rows
     traced_prompts = _traced_prompts(config, world, backend)
     metrics = RunMetrics(config, world, state, backend.drafts_of if traced_prompts else None, turns_of)
 
