@@ -120,7 +120,8 @@ def test_a_step_without_blocks_for_whole_drafts_says_how_long_they_could_be() ->
 
 
 @pytest.mark.parametrize(
-    "selector", [CostModelSelector("suffix", 3), BucketedEpsilonGreedy([NO_DRAFT, DraftStrategy("suffix", 3)], [1])]
+    "selector",
+    [CostModelSelector("suffix", 3), BucketedEpsilonGreedy([NO_DRAFT, DraftStrategy("suffix", 3)], [1], 0.1)],
 )
 def test_steps_in_which_the_clock_has_not_moved_are_measured(selector: StrategySelector) -> None:
     """That of a thread may be coarse."""
