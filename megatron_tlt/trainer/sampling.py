@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
-    from megatron_tlt.trainer.pre_rollouts import PreRollouts
+    from megatron_tlt.trainer.pre_rollouts import PreRoller
     from megatron_tlt.trainer.recovery import Recovery
     from megatron_tlt.types import EngineStats, Prompt
 
@@ -70,7 +70,7 @@ class GroupSampler:
     idle_window: IdleWindow
     rewards: RewardPool
     environments: Environments | None = None
-    pre_rollouts: PreRollouts | None = None
+    pre_rollouts: PreRoller | None = None
     algorithm: Algorithm
     metrics: RunMetrics
     traced_prompts: int = 0

@@ -31,7 +31,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
-from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRolledDrafter
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.stepping import run_out
@@ -146,7 +146,7 @@ def speculating_engine(
         if section.trained:
             made = KINDS[drafter.kind].build_decoder(decoder, drafter)
             made.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
-        return Drafting(section, made)
+        return Drafting(section, 1 << 20, made)
 
     layers = drafter.aux_layers
     engine = make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
@@ -273,7 +273,7 @@ class RandomSelector:
 def attach(engine: Engine, drafter, selector) -> Speculator:
     """Makes a plain engine speculate with these parts."""
     scheduler, rows = engine.scheduler, engine.scheduler.rows
-    unused = PreRollouts(rows, len(rows.token_ids), None)
+    unused = PreRolledDrafter(rows, len(rows.token_ids), None)
     speculator = Speculator(drafter, selector, rows, scheduler.reserve, engine.runner.tp, unused)
     engine.speculator = speculator
     return speculator
