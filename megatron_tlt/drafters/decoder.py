@@ -62,7 +62,7 @@ class DraftingRows:
 class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
-    catch_up = 256  # of a row's missing pairs at most so many, the last ones, are cached
+    catch_up: int = 256  # of a row's missing pairs at most so many, the last ones, are cached
     _kv: KVCache
     _pages: Tensor
 
