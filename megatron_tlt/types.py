@@ -349,7 +349,7 @@ class HiddenStateSample:
 
 
 DraftedBy = Literal["none", "suffix", "trained", "pre_rollout"]
-"""The source of a step's drafts: none, the suffix drafter, the trained one, or earlier responses (other rows of such a
+"""The source of a step's drafts: none, the suffix drafter, the trained one, or pre-rollouts (other rows of such a
 step draft by the suffix or the trained drafter)."""
 
 

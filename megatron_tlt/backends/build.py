@@ -100,7 +100,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         eos_token_ids=end_tokens(config, options.tokenizer),
         tp=tp,
         native_sample=_native_sample(decoder, threads),
-        drafting=Drafting(rollout.speculation, drafter_decoder, history, rollout.verify_rows),
+        drafting=Drafting(rollout.speculation, rollout.verify_rows, drafter_decoder, history),
         graphs=graphs,
         sample_kernel=sample_kernel(rollout.kernels, device),
     )

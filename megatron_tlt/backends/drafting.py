@@ -8,8 +8,8 @@ The engine (vLLM) proposes at the end of a step what the next one verifies, so a
 proposal to the end of the sample behind it. A step of length 0 is plain; a trained drafter still reads its tokens then
 (one layer's forward), because its cache could not catch up later, and that time counts as the plain step's.
 
-Where rows have a place in an earlier response, and that pays, these draft from there, and the other rows as usual; such
-a step teaches the selector nothing, as in the embedded engine.
+Where rows have a place in a pre-rolled response, and that pays, these draft from there, and the other rows as usual;
+such a step teaches the selector nothing, as in the embedded engine.
 
 The engine's scheduler serves its requests in order, each with its whole draft, until a step's budget of tokens is
 spent: drafts are as long as leaves room for every row at most. Where a draft of one row would pass the model's last
@@ -26,7 +26,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,12 +36,10 @@ from megatron_tlt.backends.token_drafts import Lists, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.speculation.counters import SpeculationCounters
-from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED
+from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED, Choice, choose
 from megatron_tlt.rollout.speculation.selector import build_selector
 from megatron_tlt.rollout.speculation.step_costs import LEAST_SECONDS
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
-
-_Choice = tuple[DraftStrategy, Draft | None]  # the drafter's strategy, and drafts by earlier responses
+from megatron_tlt.types import NO_DRAFT, StepMeasurement
 
 
 class StepDrafting:
@@ -54,23 +51,22 @@ class StepDrafting:
         device: torch.device,
         budget: int,
         tokens: TokenDrafts | None = None,
-        agree: Callable[[_Choice], _Choice] = lambda choice: choice,
+        agree: Callable[[Choice], Choice] = lambda choice: choice,
         clock: Callable[[], Any] | None = None,
     ):
-        """`section` drafts with chains. `budget`: most tokens of a step. `tokens`: of the suffix drafter or of earlier
-        responses, where these draft. `agree` gives all ranks of an engine the first one's choice.
+        """`section` drafts with chains. `budget`: most tokens of a step. `tokens`: of the suffix drafter or of
+        pre-rolled responses, where these draft. `agree` gives all ranks of an engine the first one's choice.
         """
         self._kind, self._selector, self.tokens = section.drafts_by, build_selector(section), tokens
         self._budget, self._agree, self._clock = budget, agree, clock or _clock_of(device)
         self._counters = SpeculationCounters()
-        self._strategy = NO_DRAFT  # of the last proposal, but for the rows of `_earlier`
-        self._earlier: Draft | None = None  # its part by earlier responses
-        self._length = 0  # tokens of each row without an earlier response's, which may be fewer than the strategy's
+        self._choice = Choice(NO_DRAFT)  # of the last proposal
+        self._length = 0  # tokens of each row without a pre-rolled one, which may be fewer than the strategy's
         self._rows = 0  # of the last step, with those in the middle of their prompts
         self._has_proposed = False  # since the last step
         self._is_decode = self._is_measured = False  # the last step; whether that and the proposal behind it were
         self._started: Any = None  # when the last proposal began
-        self._chosen: Any = None  # when its part by earlier responses was made
+        self._chosen: Any = None  # when its part by pre-rolled responses was made
         self._drafted: Any = None  # the same, if it drafted
         self._proposed: Any = None  # when it was made
         self._unread: Callable[[], None] | None = None  # reads the seconds of the last step
@@ -81,22 +77,22 @@ class StepDrafting:
         accepted: np.ndarray,
         is_drawn: np.ndarray,
         is_decode: bool,
-        was_earlier: np.ndarray | None = None,
+        was_pre_rolled: np.ndarray | None = None,
     ) -> None:
         """A step of B rows was sampled, of whose `drafted` int [B] tokens the first `accepted` int [B] were right;
-        those of `was_earlier` bool [B] were of earlier responses.
+        those of `was_pre_rolled` bool [B] were of pre-rolled responses.
 
         Only rows of `is_drawn` bool [B] are counted: those in the middle of their prompts emit nothing. Steps that
         read prompts teach the selector nothing, nor do those whose drafts were made in such a step.
         """
         if not self._has_proposed:
-            self._strategy, self._earlier, self._drafted, drafted = NO_DRAFT, None, None, np.zeros_like(drafted)
-        now, strategy, own = self._clock(), self._strategy, None
-        if self._earlier is not None:
+            self._choice, self._drafted, drafted = Choice(NO_DRAFT), None, np.zeros_like(drafted)
+        now, strategy, own = self._clock(), self._choice.strategy, None
+        if self._choice.pre_rolled is not None:
             strategy, own = PRE_ROLLED, (self._started, self._chosen)
-        if was_earlier is not None and was_earlier.any():
-            part = chains(drafted[was_earlier])
-            self._counters.add_pre_rolled(part, part.positions < accepted[was_earlier][part.row_of])
+        if was_pre_rolled is not None and was_pre_rolled.any():
+            part = chains(drafted[was_pre_rolled])
+            self._counters.add_pre_rolled(part, part.positions < accepted[was_pre_rolled][part.row_of])
         self._rows, drafted, accepted = len(drafted), drafted[is_drawn], accepted[is_drawn]
         at = np.arange(max(strategy.draft_len, int(drafted.max(initial=0))))
         longest = min(strategy.draft_len, self._length)
@@ -130,24 +126,12 @@ class StepDrafting:
         """How many tokens the drafter drafts for each row in the proposal that begins now; 0: none."""
         self._read()
         began = self._clock()
-        self._strategy, self._earlier = self._agree(self._choose())
+        pre_rollouts = None if self.tokens is None else self.tokens.pre_rollouts
+        self._choice = choice = self._agree(choose(self._selector, pre_rollouts, self._rows))
         self._chosen = self._clock()
-        self._started = self._chosen if self._earlier is None else began
-        self._length = min(self._strategy.draft_len, self._room())
+        self._started = self._chosen if choice.pre_rolled is None else began
+        self._length = choice.longest(self._budget, self._rows)
         return self._length
-
-    def _room(self) -> int:
-        """Tokens that each row without an earlier response's may draft, so that the next step has room for all rows."""
-        counts = np.zeros(0, np.int32) if self._earlier is None else self._earlier.counts
-        left = self._budget - self._rows - int(counts.sum())
-        return max(0, left) // max(1, self._rows - int(np.count_nonzero(counts)))
-
-    def _choose(self) -> _Choice:
-        usual = partial(self._selector.expected, self._rows)
-        earlier = None if self.tokens is None else self.tokens.propose_earlier(usual)
-        if earlier is None:
-            return self._selector.select(self._rows), None
-        return (NO_DRAFT if earlier.counts.all() else self._selector.usual(self._rows)), earlier
 
     def propose_lists(self, sampled: Lists) -> Lists:
         """A whole proposal without a drafter of the engine's, for the rows where `sampled` has tokens."""
@@ -155,20 +139,21 @@ class StepDrafting:
         return self._joined([[] for _ in sampled])
 
     def end(self, drafts: Tensor) -> Tensor | Lists:
-        """The proposal that `begin` began: its drafter has made `drafts` [B, K], where no earlier response does."""
-        if self._earlier is not None:
+        """The proposal that `begin` began: its drafter has made `drafts` [B, K], where no pre-rolled response does."""
+        if self._choice.pre_rolled is not None:
             return self._joined(drafts.tolist())
         self._end()
         return drafts
 
     def _joined(self, lists: Lists) -> Lists:
         assert self.tokens is not None
-        lists = self.tokens.propose(replace(self._strategy, draft_len=self._length), self._earlier, lists)
+        strategy, pre_rolled = self._choice
+        lists = self.tokens.propose(replace(strategy, draft_len=self._length), pre_rolled, lists)
         self._end()
         return lists
 
     def _end(self) -> None:
-        is_plain = self._strategy.kind == NO_DRAFT.kind and self._earlier is None
+        is_plain = self._choice == Choice(NO_DRAFT)
         self._drafted = None if is_plain else self._started
         self._proposed = self._started if is_plain else self._clock()
         self._is_measured, self._has_proposed = self._is_decode, True
@@ -230,6 +215,5 @@ def _seconds(start: Any, end: Any) -> float:
 def chains(drafted: np.ndarray, tokens: np.ndarray | None = None) -> Draft:
     """Chains of `drafted` int [B] tokens, for verifying; without `tokens` int [N], for counting."""
     total = int(drafted.sum())
-    depths = np.arange(total) - np.repeat(np.cumsum(drafted) - drafted, drafted) + 1
     tokens = np.zeros(total, np.int32) if tokens is None else tokens
-    return Draft(drafted, tokens, np.zeros(total, np.float32), depths)
+    return Draft(drafted, tokens, np.zeros(total, np.float32))

@@ -92,7 +92,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         self._pending: dict[int, Request] = {}
         self._drawn: dict[Request, DrawnTurn] = {}
         self._arguments: dict[str, Any] = {}
-        self._drafts: Mapping[tuple[int, int], np.ndarray] = {}
+        self._pre_rolled: Mapping[tuple[int, int], np.ndarray] = {}
         self._started = 0.0
         self._orders = count()
         self._idle_beats = 0
@@ -136,7 +136,7 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
         self._stats.started = self._stats.started or self._started
         self._arguments = self._sampling(call.params)
         self._orders, self._idle_beats, self._steps, self._lengths = count(), 0, None, np.zeros(0, np.int32)
-        self._drafts = call.drafts
+        self._pre_rolled = call.drafts
         parked = self._stats.parked_seconds
         samples = Drive(self, call, self._tp, self._sample).run()
         self._stats.seconds += time.perf_counter() - self._started - (self._stats.parked_seconds - parked)
@@ -225,9 +225,9 @@ class RemoteBackend(RemoteWeights, DrivenEngine):
             "start": start,
             "params": {**self._arguments, "max_tokens": request.limit - start},
         }
-        earlier = self._drafts.get((request.prompt_id, request.sample_index))
-        if earlier is not None and len(earlier) > request.turn_start:
-            message["earlier"] = earlier.tolist()
+        pre_rolled = self._pre_rolled.get((request.prompt_id, request.sample_index))
+        if pre_rolled is not None and len(pre_rolled) > request.turn_start:
+            message["pre_rolled"] = pre_rolled.tolist()
         self.process.send({"type": "submit", **message})
 
     def advance(self, may_wait: bool) -> Advance:

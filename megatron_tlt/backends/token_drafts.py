@@ -1,7 +1,7 @@
-"""Drafts of tokens alone inside an engine's process: the suffix drafter, and places in earlier responses.
+"""Drafts of tokens alone inside an engine's process: the suffix drafter, and places in pre-rolled responses.
 
     a step's sample  ->  TokenDrafts.note: rows follow the engine's batch; match rates of the last drafts
-    a proposal       ->  each row's draft, from its earlier response or else by the drafter
+    a proposal       ->  each row's draft, from its pre-rolled response or else by the drafter
 
 Rows are those of the engine's batch, in its order, so `RunningRows` is filled here instead of by a scheduler. There is
 no history of earlier epochs: the tries hold siblings of this rollout.
@@ -21,8 +21,7 @@ from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.speculation.base import Drafter, NoDrafter
-from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRollouts
-from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRolledDrafter
 from megatron_tlt.rollout.speculation.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 
@@ -36,11 +35,11 @@ class Began(NamedTuple):
     output: list[int]  # of its response, behind the prompt
     prompt_id: int  # which its siblings share
     limit: int  # tokens at which the response ends
-    earlier: list[int]  # response that an earlier policy drew with the same keys; empty: none
+    pre_rolled: list[int]  # response that an earlier policy drew with the same keys; empty: none
 
 
 class TokenDrafts:
-    """A `SuffixDrafter`, `PreRollouts`, and the rows of the engine's batch."""
+    """A `SuffixDrafter`, `PreRolledDrafter`, and the rows of the engine's batch."""
 
     def __init__(
         self,
@@ -52,25 +51,24 @@ class TokenDrafts:
         verify_rows: int,
         budget: int,
     ):
-        """At most `longest` tokens are drafted of an earlier response, and a step that verifies some has `verify_rows`
-        rows, if the drafter's have no more, and never more than `budget`.
+        """At most `longest` tokens are drafted of a pre-rolled response. `verify_rows`, `budget`: see
+        `PreRolledDrafter.of`.
         """
         self._rows = RunningRows(max_requests, max_requests, 1, vocab, max_output=max_len)
         self._drafter: Drafter = NoDrafter()
         if section.drafter == "suffix":
             self._drafter = SuffixDrafter(section.suffix, self._rows)
-        self._earlier: dict[tuple[int, int], np.ndarray] = {}  # by prompt id and `Request.order`
-        costs = RowCosts() if section.selector == "cost_model" else None
-        most_rows, longest = min(budget, max(verify_rows, max_requests * section.rows_each)), min(longest, LONGEST)
-        self._pre_rollouts = PreRollouts(self._rows, most_rows, costs, longest=longest)
-        self._pre_rollouts.begin(self._earlier)
+        self._pre_rolled: dict[tuple[int, int], np.ndarray] = {}  # by prompt id and `Request.order`
+        longest = min(longest, LONGEST)
+        self.pre_rollouts = PreRolledDrafter.of(section, self._rows, budget, verify_rows, max_requests, longest)
+        self.pre_rollouts.begin(self._pre_rolled)
         self._live: dict[str, Request] = {}  # by the engine's name
         self._free = list(range(max_requests - 1, -1, -1))
         self._names: list[str] = []  # of the rows
         self._at: list[int] = []  # of the rows, in the engine's batch
         self._order = 0
         self._last: tuple[list[str], Draft] | None = None  # the drafter's: names of its rows, draft
-        self._drafted: set[str] = set()  # requests whose last draft was of an earlier response
+        self._drafted: set[str] = set()  # requests whose last draft was of a pre-rolled response
 
     # -- what was drawn ---------------------------------------------------------------------------------------
 
@@ -87,7 +85,7 @@ class TokenDrafts:
         is_drawn: np.ndarray,
     ) -> np.ndarray:
         """After a step's sample: `out` [B, K + 1] was drawn behind `done` [B] tokens of response, where `is_drawn` [B].
-        Returns bool [B]: rows that had drafted from earlier responses.
+        Returns bool [B]: rows that had drafted from pre-rolled responses.
 
         `keys` uint64 [B] of the requests, `temperature` [B].
         """
@@ -105,14 +103,14 @@ class TokenDrafts:
             rows.limit[row] = request.limit
             rows.keys[row], rows.temperature[row] = keys[i], temperature[i]
         self._drafter.sync_context(rows)
-        was_earlier = np.array([name in self._drafted for name in names], np.bool_)
+        was_pre_rolled = np.array([name in self._drafted for name in names], np.bool_)
         self._drafted.clear()
-        return was_earlier
+        return was_pre_rolled
 
     def _request(self, name: str, began: Callable[[str], Began]) -> Request:
         request = self._live.get(name)
         if request is None:
-            tokens, output, prompt_id, limit, earlier = began(name)
+            tokens, output, prompt_id, limit, pre_rolled = began(name)
             params = SamplingParams(max_tokens=limit)
             prompt, order = np.array(tokens, np.int32), self._order
             request = Request(prompt, params, prompt_id, order, order, frozenset(), slot=self._free.pop())
@@ -120,9 +118,9 @@ class TokenDrafts:
             self._order += 1
             self._live[name] = request
             self._drafter.start(request)
-            if earlier:
-                self._earlier[prompt_id, order] = np.array(earlier, np.int32)
-            self._pre_rollouts.start(request)
+            if pre_rolled:
+                self._pre_rolled[prompt_id, order] = np.array(pre_rolled, np.int32)
+            self.pre_rollouts.start(request)
         return request
 
     def _observe(self, fed: dict[str, tuple[int, int]]) -> None:
@@ -137,15 +135,15 @@ class TokenDrafts:
         self._drafter.observe(draft, reached, reached & (draft.positions < accepted))
 
     def record(self, running: int, rows: int, step_seconds: float, own_seconds: float | None) -> None:
-        if self._earlier:
-            self._pre_rollouts.record(running, rows, step_seconds, own_seconds)
+        if self._pre_rolled:
+            self.pre_rollouts.record(running, rows, step_seconds, own_seconds)
 
     def finish(self, name: str) -> None:
         """The request has ended, or is dropped: its siblings may still draft from it."""
         request = self._live.pop(name, None)
         if request is None:
             return
-        self._earlier.pop((request.prompt_id, request.order), None)
+        self._pre_rolled.pop((request.prompt_id, request.order), None)
         slot, request.slot = request.slot, -1
         self._free.append(slot)
         self._drafter.finish(request)
@@ -155,22 +153,15 @@ class TokenDrafts:
 
     # -- what is drafted --------------------------------------------------------------------------------------
 
-    def propose_earlier(self, usual: Callable[[], Expected]) -> Draft | None:
-        """The tokens of earlier responses that the next step verifies, by row; None: none. `usual()`: what a step
-        without them brings. Mutates their places.
-        """
-        draft = self._pre_rollouts.propose(usual) if self._earlier and self._names else None
-        return draft if draft is not None and draft.num_tokens else None
-
-    def propose(self, strategy: DraftStrategy, earlier: Draft | None, lists: Lists) -> Lists:
-        """Drafts of its rows: those `earlier`, else by the drafter where `strategy` drafts, else as in `lists`."""
-        counts = np.zeros(self._rows.num_rows, np.int32) if earlier is None else earlier.counts
-        draft = earlier
+    def propose(self, strategy: DraftStrategy, pre_rolled: Draft | None, lists: Lists) -> Lists:
+        """Drafts of its rows: those `pre_rolled`, else by the drafter where `strategy` drafts, else as in `lists`."""
+        counts = np.zeros(self._rows.num_rows, np.int32) if pre_rolled is None else pre_rolled.counts
+        draft = pre_rolled
         if strategy.draft_len and self._drafter.kind != "none":
             lengths = np.where(counts, 0, strategy.draft_len).astype(np.int32)
             other = self._drafter.propose(self._rows, lengths, strategy)
             self._last = (list(self._names), other)
-            draft = other if earlier is None else earlier.join(other)
+            draft = other if pre_rolled is None else pre_rolled.join(other)
         if draft is None or not draft.num_tokens:
             return lists
         of_row = np.split(draft.tokens, np.cumsum(draft.counts)[:-1])
@@ -182,10 +173,10 @@ class TokenDrafts:
         return lists
 
     def state_dict(self) -> dict[str, Any]:
-        """The drafter's calibration, and what earlier responses have taught."""
-        return {"calibration": self._drafter.state_dict(), "pre_rollouts": self._pre_rollouts.state_dict()}
+        """The drafter's calibration, and what pre-rolled responses have taught."""
+        return {"calibration": self._drafter.state_dict(), "pre_rollouts": self.pre_rollouts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes `state_dict`'s."""
         self._drafter.load_state_dict(state["calibration"])
-        self._pre_rollouts.load_state_dict(state["pre_rollouts"])
+        self.pre_rollouts.load_state_dict(state["pre_rollouts"])

@@ -132,7 +132,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
     from megatron_tlt.models.hf.config import ModelConfig
-    from megatron_tlt.trainer.environments import Environments, before_a_run, prompts_of, turns_of
+    from megatron_tlt.trainer.environments import Environments, before_a_run, open_turns, prompts_of
 
     world.enter("generate")
     args.model = fetch_argument("--model", args.model, world)
@@ -153,7 +153,7 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
                 raise ConfigError.of("--prompts", str(args.prompts), str(error)) from error
         for warning in _prompt_warnings(args, prompts, tokenizer) if world.is_main else []:
             _log.warning(warning)
-        turns = at_end.enter_context(turns_of(environments))
+        turns = at_end.enter_context(open_turns(environments))
         stats = generate_file(
             args.model,
             prompts,
@@ -248,7 +248,7 @@ def _more_of(logprobs: bool, environments: Environments | None, sample: Sample) 
     row: JsonRow = {"logprobs": sample.logprobs} if logprobs else {}
     if environments is not None:
         row |= {"given": sample.given, "turn_rewards": sample.turn_rewards, "failure": sample.failure}
-        row["turns"] = environments.turns_of(sample)
+        row["turns"] = environments.turn_rows(sample)
     return row
 
 
@@ -259,13 +259,13 @@ def generate_file(
     params: SamplingParams,
     tokenizer: HFTokenizer | None,
     *,
-    n: int = 1,
-    stats_path: Path | None = None,
-    rollout: RolloutSection | None = None,
-    world: World | None = None,
-    env: EnvSection | None = None,
-    turns: TurnSource | None = None,
-    more_of: Callable[[Sample], JsonRow] = lambda _: {},
+    n: int,
+    stats_path: Path | None,
+    rollout: RolloutSection,
+    world: World,
+    env: EnvSection | None,
+    turns: TurnSource | None,
+    more_of: Callable[[Sample], JsonRow],
 ) -> EngineStats:
     """Generates `n` responses to each of `prompts` and writes `out_jsonl` at the end, whole. Until then finished ones
     are in OUT.unfinished, from where the same call takes them (`cache_beside`). Returns counters of this call.
@@ -273,29 +273,26 @@ def generate_file(
     Output lines, by prompt and sample: prompt_index, sample_index, text, token_ids, finish_reason and what `more_of`
     returns. The prompt's index is its id in the sampling key. `rollout`: the engine; its sampling fields are not read.
     `turns`: environments, those of `env`; text is then that of the last turn. Collective over `world`, whose ranks are
-    one tensor-parallel engine; None: this process. Raises DataError for a prompt that is too long, ConfigError,
-    CheckpointError, BackendError.
+    one tensor-parallel engine. Raises DataError for a prompt that is too long, ConfigError, CheckpointError,
+    BackendError.
     """
     from megatron_tlt.backends.build import build_backend
-    from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.config.run import RolloutCacheSection
-    from megatron_tlt.distributed.together import SingleProcess
     from megatron_tlt.sync.fingerprint import WeightFingerprint
     from megatron_tlt.trainer.response_cache import cache_beside, response_identity
 
-    ranks = world or SingleProcess()
-    section = (rollout or RolloutSection()).model_copy(update={"tp": ranks.size})
-    weights = WeightFingerprint(ranks)
+    section = rollout.model_copy(update={"tp": world.size})
+    weights = WeightFingerprint(world)
     options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir), weights.watch)
     backend = build_backend(options)
     try:
-        identity = response_identity(params, section, env, model_dir, tokenizer, options.device, ranks)
-        cache = cache_beside(out_jsonl, RolloutCacheSection(), ranks, backend, weights, identity)
+        identity = response_identity(params, section, env, model_dir, tokenizer, options.device, world)
+        cache = cache_beside(out_jsonl, RolloutCacheSection(), world, backend, weights, identity)
         started = time.perf_counter()
         queue = PromptQueue(prompts, 0, 1, len(prompts), ticket=lambda: 0)  # all are this one replica's own
-        samples = _responses(cache, GenerateCall(queue, params, n, turns=turns), len(prompts) * n, ranks.rank)
+        samples = _responses(cache, GenerateCall(queue, params, n, turns=turns), len(prompts) * n, world.rank)
         stats = replace(backend.take_stats(), seconds=time.perf_counter() - started)
-        if ranks.is_main:
+        if world.is_main:
             _write_responses(out_jsonl, samples, more_of, params, env is not None)
             if stats_path is not None:
                 write_atomically(stats_path, [stats_report(stats, backend)])
@@ -320,7 +317,7 @@ def _engine(
     section: RolloutSection,
     model_dir: Path,
     tokenizer: HFTokenizer | None,
-    world: World | None,
+    world: World,
     longest: int,
     watched: Callable[[Weights], Weights],
 ) -> EngineOptions:
@@ -332,9 +329,9 @@ def _engine(
     return EngineOptions(
         section,
         ModelSection(path=str(model_dir), max_context=longest),
-        device="cpu" if world is None else world.device,
+        device=world.device,
         tokenizer=tokenizer,
-        tp=None if world is None else tensor_parallel(world, world.size),
+        tp=tensor_parallel(world, world.size),
         local_ranks=section.tp,
         longest_request=longest,
         load_weights=True,

@@ -29,7 +29,7 @@ from megatron_tlt.models.decoders.draft import Draft
 
 RunStep = Callable[[Hashable, Callable[[], object]], object]
 
-DEPTHS = 8  # draft positions of the match-rate table; the last row stands for all deeper ones
+POSITIONS = 8  # draft positions of the match-rate table; the last row stands for all later ones
 BUCKETS = 32  # of the gap between the scores of the best and the second candidate
 BUCKET_WIDTH = 0.25  # score; bucket of a gap: min(BUCKETS - 1, floor(gap / BUCKET_WIDTH))
 
@@ -62,6 +62,7 @@ class DraftingRows:
 class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
+    catch_up: int = 256  # of a row's missing pairs at most so many, the last ones, are cached
     _kv: KVCache
     _pages: Tensor
 
@@ -74,11 +75,11 @@ class RowDrafter(Protocol):
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
         """Caches the missing pairs of each row, at most its last `catch_up`, and drafts up to `wanted` int [B] tokens.
 
-        `rates` float32 [DEPTHS, BUCKETS] estimates P(match); a draft ends before a token whose cumulative acceptance
+        `rates` float32 [POSITIONS, BUCKETS] estimates P(match); a draft ends before a token whose cumulative acceptance
         (the product of the match rates up to it) is below `min_acceptance`. A drafted token has the largest of
-        logits / T + keyed noise; its `feature` is min(position, DEPTHS - 1) * BUCKETS + bucket of the gap to the second
-        candidate. A row whose last pair is cached has nothing to start from and gets no draft. Writes the cache, at
-        drafted positions too, and `synced` and `first`. Raises BackendError for arguments that do not fit and before
+        logits / T + keyed noise; its `feature` is min(position, POSITIONS - 1) * BUCKETS + bucket of the gap to the
+        second candidate. A row whose last pair is cached has nothing to start from and gets no draft. Writes the cache,
+        at drafted positions too, and `synced` and `first`. Raises BackendError for arguments that do not fit and before
         all weights are loaded.
         """
 
@@ -115,8 +116,8 @@ class DrafterDecoder(Protocol):
         """From now on steps run by `run_step(key, step)` (`GraphCache.run`), where they can be captured. Mutates."""
         return
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> RowDrafter:
-        """Drafts for `rows`, of whose missing pairs at most the last `catch_up` are cached."""
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor) -> RowDrafter:
+        """Drafts for `rows`, whose hidden states are in `pages`."""
 
 
 def step_batches(most: int) -> list[int]:
@@ -162,7 +163,7 @@ class DraftRecorder:
         """Positions, at most `steps`, that a chain with the best match rate at each of them reaches."""
         best, acceptance = self._rates.max(1), np.float32(1)
         for step in range(steps):
-            acceptance *= best[min(step, DEPTHS - 1)]
+            acceptance *= best[min(step, POSITIONS - 1)]
             if acceptance < self._least:
                 return step
         return steps
@@ -176,15 +177,15 @@ class DraftRecorder:
         however large that token's gap, ends here.
         """
         gap = scores[:, 0] - scores[:, 1] if scores.shape[1] > 1 else np.full(len(rows), np.inf, np.float32)
-        depth = min(step, DEPTHS - 1)
+        position = min(step, POSITIONS - 1)
         # fmin: the gap of scores that are NaN or both inf is NaN, which no bucket is; it goes to the last, as in C.
         bucket = np.fmin(gap / BUCKET_WIDTH, BUCKETS - 1).astype(np.int32)
-        self._acceptance[rows] *= self._rates[depth, bucket]
+        self._acceptance[rows] *= self._rates[position, bucket]
         acceptance = self._acceptance[rows]
         kept = acceptance >= self._least
-        feature = (depth * BUCKETS + bucket[kept]).astype(np.int32)
+        feature = (position * BUCKETS + bucket[kept]).astype(np.int32)
         self._parts.append((rows[kept], candidates[kept, 0], acceptance[kept], feature))
-        most = self._rates[min(step + 1, DEPTHS - 1)].max()
+        most = self._rates[min(step + 1, POSITIONS - 1)].max()
         goes_on: np.ndarray = kept & may_go_on & (acceptance * most >= self._least)
         return goes_on
 

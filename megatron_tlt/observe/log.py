@@ -8,11 +8,9 @@ Rank 0 logs from INFO up, the others from WARNING up: a message that all ranks h
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 from megatron_tlt.errors import printable
 
@@ -42,10 +40,10 @@ class RankFormatter(logging.Formatter):
 _formatter = RankFormatter()
 
 
-def setup_logging(rank: int, size: int, stream: TextIO | None = None) -> None:
-    """Prepares the package's logger for this rank; may be called again. `stream` defaults to stderr."""
+def setup_logging(rank: int, size: int) -> None:
+    """Prepares the package's logger for this rank; may be called again. Lines go to stderr."""
     _formatter.rank, _formatter.size = rank, size
-    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler = logging.StreamHandler()
     handler.setFormatter(_formatter)
     logger = logging.getLogger(ROOT)
     logger.handlers[:] = [handler]

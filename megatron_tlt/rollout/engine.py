@@ -306,7 +306,7 @@ class Engine(DrivenEngine):
         self, prompt: Prompt, params: SamplingParams, indices: Sequence[int], begun: Mapping[int, Sample], turns: bool
     ) -> None:
         # Drafts that the call brought: a step that also reads prompts verifies none.
-        has_drafts = self.speculator is not None and self.speculator.has_earlier
+        has_drafts = self.speculator is not None and self.speculator.has_pre_rolled
         self.scheduler.separates_prefill = turns or has_drafts
         name = prompt.prompt_id, prompt.dataset_id
         self.add(prompt.token_ids, params, *name, indices=indices, begun=begun, takes_turns=turns)

@@ -150,7 +150,7 @@ class ModelRunner:
             pool.graphs.stats.eager += 1
             pool = None  # more rows than its buffers hold
         output = self._run(self._verify_input(draft, fed, to_pool=pool is not None), pool)
-        drawn, scores = self._draw(output.logits, self._running_rows(fed.request, fed.depth))
+        drawn, scores = self._draw(output.logits, self._running_rows(fed.request, fed.offset))
         accepted = accept_matches(drawn, draft)
         return StepResult(drawn[accepted.index], scores[accepted.index], accepted.counts, accepted)
 
@@ -160,18 +160,18 @@ class ModelRunner:
         size = self._block_size
         count = len(draft.counts)
         total = len(fed.request)
-        tokens, positions = rows.token_ids[fed.request], rows.positions[fed.request] + fed.depth
-        tokens[fed.depth > 0] = draft.tokens
+        tokens, positions = rows.token_ids[fed.request], rows.positions[fed.request] + fed.offset
+        tokens[fed.offset > 0] = draft.tokens
         block, inside = np.divmod(positions, size)
         slots = rows.block_tables[fed.request, block] * size + inside
         context_lens = rows.positions[:count] + draft.counts + 1
         seen = (context_lens, rows.block_tables[:count])
         return self._to_input([tokens, positions, slots, fed.start, *seen, self._one_each[:total]], to_pool)
 
-    def _running_rows(self, at: slice | np.ndarray, depth: np.ndarray | int = 0) -> SamplingRows:
-        """Sampling parameters and keys of running rows `at`, for the token `depth` positions after their next one."""
+    def _running_rows(self, at: slice | np.ndarray, offset: np.ndarray | int = 0) -> SamplingRows:
+        """Sampling parameters and keys of running rows `at`, for the token `offset` positions after their next one."""
         rows = self.rows
-        keys = row_keys(rows.keys[at], rows.output_len[at] + depth)
+        keys = row_keys(rows.keys[at], rows.output_len[at] + offset)
         return SamplingRows(
             keys, rows.temperature[at], rows.top_k[at], rows.top_p[at], rows.min_p[at], rows.num_masked > 0
         )
@@ -278,15 +278,15 @@ class _FedRows:
 
     start: np.ndarray  # int32 [D + 1], where each request's rows begin
     request: np.ndarray  # int64 [T], the running row
-    depth: np.ndarray  # int32 [T], 0 for the last token: the row draws the token of output position t + depth
+    offset: np.ndarray  # int32 [T], 0 for the last token: the row draws the token of output position t + offset
 
     @classmethod
     def of(cls, draft: Draft) -> _FedRows:
         sizes = draft.counts + 1
         start = np.zeros(len(sizes) + 1, np.int32)
         sizes.cumsum(out=start[1:])
-        depth = np.arange(start[-1], dtype=np.int32) - np.repeat(start[:-1], sizes)
-        return cls(start, np.arange(len(sizes)).repeat(sizes), depth)
+        offset = np.arange(start[-1], dtype=np.int32) - np.repeat(start[:-1], sizes)
+        return cls(start, np.arange(len(sizes)).repeat(sizes), offset)
 
 
 def _first_rows(requests: list[Request]) -> SamplingRows:

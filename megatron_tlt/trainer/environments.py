@@ -37,7 +37,7 @@ def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> E
 
 
 @contextmanager
-def turns_of(environments: Environments | None) -> Iterator[TurnSource | None]:
+def open_turns(environments: Environments | None) -> Iterator[TurnSource | None]:
     """The environments of one rollout, which end with it."""
     if environments is None:
         yield None
@@ -156,7 +156,7 @@ class Environments:
         """The environments of one rollout."""
         return self._pool.trajectories(self._tokens)
 
-    def turns_of(self, sample: Sample) -> list[JsonRow]:
+    def turn_rows(self, sample: Sample) -> list[JsonRow]:
         """The turns of a finished trajectory, for people: see `turn_rows`."""
         return turn_rows(sample, self._decode, has_tools=bool(self.prompts.tools), in_thought=self._in_thought)
 

@@ -19,7 +19,7 @@ from megatron_tlt.data.hashing import digest
 from megatron_tlt.distributed.exchange import gather_columns
 from megatron_tlt.errors import UnjudgedError
 from megatron_tlt.trainer.batch_assembly import as_columns, group_samples, share_responses
-from megatron_tlt.trainer.environments import turns_of
+from megatron_tlt.trainer.environments import open_turns
 from megatron_tlt.trainer.pre_rollouts import exchanged
 from megatron_tlt.trainer.sampling import judged_of, score, why_unjudged
 from megatron_tlt.trainer.turn_metrics import column_means, turn_columns, unanswered
@@ -147,7 +147,7 @@ class Evaluator:
         num_samples = self._section.samples_per_prompt
         queue = self._queues.open(self._backend.ordered(self._prompts), num_samples)
         dropped = False
-        with turns_of(self._environments) as turns:
+        with open_turns(self._environments) as turns:
             call = GenerateCall(queue, self.params, num_samples, self._report, drafts=self._drafts, turns=turns)
             found = {} if cache is None else cache.find(call)
             total = len(self._prompts) * num_samples

@@ -1,4 +1,4 @@
-"""`PreRollouts`: responses of the next two steps, decoded in idle windows; these steps draft with them.
+"""`PreRoller`: responses of the next two steps, decoded in idle windows; these steps draft with them.
 
     step n      rank 0   rollout ================================|                exchange of token ids
                 rank 1   rollout =====| pre-rollout of step n + 1 ~~~~~|          every rank gets all of them
@@ -89,7 +89,7 @@ def exchanged(
 
 
 @dataclass(kw_only=True, eq=False)
-class PreRollouts:
+class PreRoller:
     """One rank's part. All ranks make the same calls, but for the function that `open` returns."""
 
     stream: PromptStream

@@ -20,7 +20,7 @@ from megatron_tlt.errors import RewardError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.batch_assembly import group_samples, share_responses
 from megatron_tlt.trainer.dynamic_sampling import Dropped, look_at_kept
-from megatron_tlt.trainer.environments import turns_of
+from megatron_tlt.trainer.environments import open_turns
 from megatron_tlt.types import GenerateCall, SampleGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
-    from megatron_tlt.trainer.pre_rollouts import PreRollouts
+    from megatron_tlt.trainer.pre_rollouts import PreRoller
     from megatron_tlt.trainer.recovery import Recovery
     from megatron_tlt.types import EngineStats, Prompt
 
@@ -70,7 +70,7 @@ class GroupSampler:
     idle_window: IdleWindow
     rewards: RewardPool
     environments: Environments | None = None
-    pre_rollouts: PreRollouts | None = None
+    pre_rollouts: PreRoller | None = None
     algorithm: Algorithm
     metrics: RunMetrics
     traced_prompts: int = 0
@@ -171,7 +171,7 @@ class GroupSampler:
         begun, waiting = self.carried.responses()
         first = [group.prompt for group in self.carried.groups]
         queue = self.queues.open([*first, *self.backend.ordered(prompts)], num_samples)
-        with turns_of(self.environments) as turns, self.drafter.collecting(self.backend):
+        with open_turns(self.environments) as turns, self.drafter.collecting(self.backend):
             params, have = step_params(self.config), waiting.keys()
             drafts = {} if self.pre_rollouts is None else self.pre_rollouts.take(prompts)
             call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns, drafts=drafts)

@@ -41,7 +41,7 @@ from megatron_tlt.trainer.evaluation import Evaluator
 from megatron_tlt.trainer.loop import RLTrainer
 from megatron_tlt.trainer.metrics import RunMetrics
 from megatron_tlt.trainer.models import build_models, tensor_parallel
-from megatron_tlt.trainer.pre_rollouts import PreRollouts
+from megatron_tlt.trainer.pre_rollouts import PreRoller
 from megatron_tlt.trainer.preflight import check_on, place_problems
 from megatron_tlt.trainer.recovery import Recovery, TrainState
 from megatron_tlt.trainer.response_cache import response_identity
@@ -82,7 +82,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     tp = tensor_parallel(world, config.rollout.tp)
     policy, drafter, backend = build_models(config, world, algorithm, tokenizer, tp)
     state = TrainState()
-    turns_of = None if environments is None else environments.turns_of
+    turns_of = None if environments is None else environments.turn_rows
     traced_prompts = _traced_prompts(config, world, backend)
     metrics = RunMetrics(config, world, state, backend.drafts_of if traced_prompts else None, turns_of)
 
@@ -183,14 +183,14 @@ def build_evaluator(
 
 def _pre_rollouts(
     config: Config, prompts: PromptStream, queues: PromptQueues, backend: RolloutBackend
-) -> PreRollouts | None:
+) -> PreRoller | None:
     """The next step's drafts from idle windows; None where the run has none."""
     if why_no_pre_rollouts(config, queues.world.size) is not None:
         return None
     params = step_params(config)
     if params.max_turn_tokens:
         params = replace(params, max_tokens=params.max_turn_tokens)
-    return PreRollouts(
+    return PreRoller(
         stream=prompts,
         queues=queues,
         backend=backend,

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from megatron_tlt.actor.hf_names import adapter_slots
 from megatron_tlt.actor.torch_dist_reader import TorchDistReader
 from megatron_tlt.checkpoint.convert.hf_dir import HfDir
-from megatron_tlt.cli.generate import generate_file
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.errors import BackendError, CheckpointError, ConfigError
@@ -28,6 +27,7 @@ from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.models.hf.peft import ADAPTER_CONFIG, adapter_warning, peft_problems, peft_reader
 from megatron_tlt.types import Prompt, SamplingParams
 from tests.helpers.converted import naive_megatron, save_foreign
+from tests.helpers.runs import generate_alone
 from tests.helpers.tiny_models import hf_model
 
 TARGETS = ("q_proj", "v_proj")
@@ -292,5 +292,5 @@ def test_logits_that_are_not_finite_end_generation(
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_tokens=4)
         with pytest.raises(BackendError, match="logits are not finite"):
-            generate_file(model, [Prompt(0, "a", (5, 6), "")], tmp_path / "out.jsonl", params, None, rollout=section)
+            generate_alone(model, [Prompt(0, "a", (5, 6), "")], tmp_path / "out.jsonl", params, rollout=section)
     assert not (tmp_path / "out.jsonl").exists()

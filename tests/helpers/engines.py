@@ -31,7 +31,7 @@ from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
-from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRolledDrafter
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.stepping import run_out
@@ -134,23 +134,25 @@ def speculating_engine(
     shape: DrafterConfig | None = None,
     **sizes: Any,
 ) -> Engine:
-    """As `make_engine`, with the fields of `rollout.speculation`, and `catch_up` of `Drafting`; a trained drafter, of
+    """As `make_engine`, with the fields of `rollout.speculation`, and `RowDrafter.catch_up`; a trained drafter, of
     kind eagle by default, is random unless given.
     """
-    drafter = shape or EagleConfig.of(config)
+    drafter, fields = shape or EagleConfig.of(config), dict(speculation)
+    catch_up = fields.pop("catch_up", None)
 
     def drafting(decoder: Decoder) -> Drafting:
-        fields = dict(speculation)
-        more = {"catch_up": fields.pop("catch_up")} if "catch_up" in fields else {}
         section = SpeculationSection(drafter_path="(in memory)", **fields)
         made = None
         if section.trained:
             made = KINDS[drafter.kind].build_decoder(decoder, drafter)
             made.load_weights((drafter_weights or random_drafter(drafter, seed=1)).items())
-        return Drafting(section, made, **more)
+        return Drafting(section, 1 << 20, made)
 
     layers = drafter.aux_layers
-    return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
+    engine = make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
+    if catch_up is not None:
+        engine.speculator.trained._drafts.catch_up = catch_up  # type: ignore[union-attr]
+    return engine
 
 
 def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:
@@ -271,7 +273,7 @@ class RandomSelector:
 def attach(engine: Engine, drafter, selector) -> Speculator:
     """Makes a plain engine speculate with these parts."""
     scheduler, rows = engine.scheduler, engine.scheduler.rows
-    unused = PreRollouts(rows, len(rows.token_ids), None)
+    unused = PreRolledDrafter(rows, len(rows.token_ids), None)
     speculator = Speculator(drafter, selector, rows, scheduler.reserve, engine.runner.tp, unused)
     engine.speculator = speculator
     return speculator

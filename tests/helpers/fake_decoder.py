@@ -139,7 +139,7 @@ def fake_engine(
     tp: TensorParallel | None = None,
 ) -> Engine:
     """An engine around a `FakeDecoder`; `drafter` needs no weights ("none", "suffix"), and drafts in every step."""
-    drafting = None if drafter is None else Drafting(SpeculationSection(drafter=drafter, selector="fixed"))  # type: ignore[arg-type]
+    drafting = None if drafter is None else Drafting(SpeculationSection(drafter=drafter, selector="fixed"), 1 << 20)  # type: ignore[arg-type]
     limits = SchedulerLimits(max_running, budget, 128, 50)
     sizes = (limits, num_blocks, block_size)
     return Engine(FakeDecoder(50), *sizes, tokenizer, eos_token_ids=eos, drafting=drafting, tp=tp)

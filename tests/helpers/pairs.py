@@ -15,7 +15,7 @@ from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.drafters.decoder import (
     BUCKET_WIDTH,
     BUCKETS,
-    DEPTHS,
+    POSITIONS,
     DrafterDecoder,
     DraftingRows,
     Pairs,
@@ -29,7 +29,7 @@ from megatron_tlt.models.decoders.keys import row_keys
 from megatron_tlt.models.decoders.torch.layers import rope_table
 from megatron_tlt.models.hf.config import ModelConfig
 
-ONES = np.ones((DEPTHS, BUCKETS), np.float32)
+ONES = np.ones((POSITIONS, BUCKETS), np.float32)
 
 
 def states(count: int, config: DrafterConfig, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,7 +74,8 @@ class Rows:
         heat = np.broadcast_to(np.float32(temperature), count).copy()
         synced, first = np.zeros(count, np.int32), np.ones(count, np.int32)
         self.rows = DraftingRows(slot, lengths, lengths.copy(), self.tables, self.outputs, keys, heat, synced, first)
-        self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages, catch_up)
+        self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages)
+        self.drafts.catch_up = catch_up
 
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         return self.tables[row, positions // self.size] * self.size + positions % self.size
@@ -132,10 +133,10 @@ def check_tokens(
         best = scores.topk(2)
         assert token == int(best.indices[0]), step
         gap = float(best.values[0] - best.values[1])
-        depth, bucket = divmod(int(own.feature[step]), BUCKETS)
+        position, bucket = divmod(int(own.feature[step]), BUCKETS)
         near = {min(BUCKETS - 1, int((gap + d) // BUCKET_WIDTH)) for d in (-atol, 0, atol)}
-        assert depth == min(step, DEPTHS - 1) and bucket in near
-        acceptance *= rates[depth, bucket]
+        assert position == min(step, POSITIONS - 1) and bucket in near
+        acceptance *= rates[position, bucket]
         np.testing.assert_allclose(own.cumulative_acceptance[step], acceptance, rtol=1e-6)
         before = token
 

@@ -9,13 +9,17 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import yaml
 
+from megatron_tlt.cli.generate import generate_file
+from megatron_tlt.config.rollout import RolloutSection
+from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.types import EngineStats, Prompt, SamplingParams
 from tests.helpers.mpi import ROOT, forking_python, rank_environment, run_ranks
 
 TOKENIZER = ROOT / "assets" / "demo-policy"
@@ -248,3 +252,16 @@ def run_as_printed(folder: Path, printed: list[str]) -> None:
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}"
+
+
+class _Alone(SingleProcess):
+    device = "cpu"
+
+
+def generate_alone(
+    model: Path, prompts: Sequence[Prompt], out: Path, params: SamplingParams, **more: Any
+) -> EngineStats:
+    """`megatron-tlt generate` from its prompts on, in this process: one response to each, unless `more` says so."""
+    unused = {"stats_path": None, "env": None, "turns": None, "more_of": lambda _: {}}
+    options = {"n": 1, "rollout": RolloutSection(), "world": _Alone()} | unused | more
+    return generate_file(model, prompts, out, params, None, **options)

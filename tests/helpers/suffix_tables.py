@@ -18,8 +18,8 @@ from megatron_tlt.models.decoders.native.abi import library
 from megatron_tlt.models.decoders.native.suffix_abi import STEPS
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
+from megatron_tlt.rollout.speculation import suffix
 from megatron_tlt.rollout.speculation.history import ResponseHistory
-from megatron_tlt.rollout.speculation.suffix import SuffixDrafter
 from megatron_tlt.types import DraftStrategy, SamplingParams
 
 V = 7  # few enough that no list of candidates is cut
@@ -50,7 +50,9 @@ class Table:
 
     def __init__(self, depth: int = 4, history: ResponseHistory | None = None, mib: int = 64):
         self.rows = RunningRows(8, 64, 4, V, max_output=1 << 14)
-        self.drafter = SuffixDrafter(SuffixSection(history_mib=mib), self.rows, history, depth)
+        with pytest.MonkeyPatch.context() as shallow:
+            shallow.setattr(suffix, "_DEPTH", depth)
+            self.drafter = suffix.SuffixDrafter(SuffixSection(history_mib=mib), self.rows, history)
         self.naive: dict[str, NaiveCounts] = {}
         self.depth = depth
 

@@ -37,7 +37,7 @@ def speculative_config(
     takes_drafts: bool = False,
 ) -> dict[str, Any] | None:
     """vLLM's `speculative_config`; None without speculation. `directory`: that of the drafter's files. `takes_drafts`:
-    requests may bring earlier responses.
+    requests may bring pre-rolled responses.
 
     The plugin decides how much each step drafts; vLLM gets the longest draft. With a range of batch sizes, one for all,
     it accepts drafts of other lengths; without one it pads a request's first draft with placeholder tokens.

@@ -11,7 +11,7 @@ when to pause for an operation.
 
 Messages are those of `serving.py`; here a response may carry `kept` (a safetensors file, which the client removes, of
 `hidden` states and `routed_experts`) and `text` (up to the stop string that ended it), a heartbeat may be `in_step`:
-sent between the same two steps by all ranks of an engine, a submit may carry `earlier` (the response that an earlier
+sent between the same two steps by all ranks of an engine, a submit may carry `pre_rolled` (the response that an earlier
 policy drew with the same key: it drafts), the responses to an abort the tokens drawn so far, and
 
 | from the client | response |
@@ -43,7 +43,7 @@ from megatron_tlt.backends.serving import EngineHost, Message, main
 from megatron_tlt.backends.transport import write_shared
 from megatron_tlt.backends.vllm.plugin import adapter, compat
 from megatron_tlt.backends.vllm.plugin.hidden import HIDDEN
-from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT, EARLIER
+from megatron_tlt.backends.vllm.plugin.keyed import ARGUMENT, PRE_ROLLED
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.rollout.stops import StopStringFinder
 
@@ -193,7 +193,7 @@ class VllmHost(EngineHost):
     def _add(self, message: Message) -> None:
         number, prompt, params = message["id"], message["token_ids"], message["params"]
         sampled = [message["key"], *params["sampling"], message["prompt_id"], message["start"]]
-        extra = {ARGUMENT: sampled, HIDDEN: params["hidden"], EARLIER: message.get("earlier", [])}
+        extra = {ARGUMENT: sampled, HIDDEN: params["hidden"], PRE_ROLLED: message.get("pre_rolled", [])}
         sampling = adapter.vllm_sampling_params(params, extra)
         internal = self._engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
         stops = self._stop_finder(params["stop"])

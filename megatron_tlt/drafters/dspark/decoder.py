@@ -66,8 +66,8 @@ class TorchBlock(TorchDrafter):
         shape, attention = self.config.layer, layer.self_attn
         return (attention.q_norm.weight, attention.k_norm.weight, shape.rms_norm_eps) if shape.qk_norm else None
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> BlockRowDrafter:
-        return BlockRowDrafter(self, kv, rows, pages, catch_up)
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor) -> BlockRowDrafter:
+        return BlockRowDrafter(self, kv, rows, pages)
 
     # -- the step
 
@@ -114,8 +114,8 @@ class BlockRowDrafter(TorchRowDrafter):
 
     _drafter: TorchBlock
 
-    def __init__(self, drafter: TorchBlock, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
-        super().__init__(drafter, kv, rows, pages, catch_up)
+    def __init__(self, drafter: TorchBlock, kv: KVCache, rows: DraftingRows, pages: Tensor):
+        super().__init__(drafter, kv, rows, pages)
         self._drafted = drafter.config.num_drafted
         self._inputs = self._zeros(DraftInputs.rows(self._drafted, 0), self._most)
         # Written: scores, candidates.

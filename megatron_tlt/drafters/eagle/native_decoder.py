@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_tlt.drafters.decoder import (
     BUCKETS,
-    DEPTHS,
+    POSITIONS,
     DrafterDecoder,
     DraftingRows,
     Pairs,
@@ -148,8 +148,8 @@ class NativeEagle(DrafterDecoder):
         call.kv = kv.data.data_ptr()
         self.run(partial(self.lib.tlt_eagle_feed, self.structure, call, self.threads))
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> NativeRowDrafter:
-        return NativeRowDrafter(self, kv, rows, pages, catch_up)
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor) -> NativeRowDrafter:
+        return NativeRowDrafter(self, kv, rows, pages)
 
     def check_pages(self, pages: Tensor, kv: KVCache) -> None:
         """Asserts that `pages` are hidden states of the slots of `kv`, in the drafter's type."""
@@ -169,7 +169,7 @@ class _Wanted:
     """Arrays that a draft reads beside the rows'."""
 
     wanted: np.ndarray  # int32 [S], of each row the most tokens to draft
-    rates: np.ndarray  # float32 [DEPTHS, BUCKETS]
+    rates: np.ndarray  # float32 [POSITIONS, BUCKETS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +206,18 @@ class _Drafted:
 class NativeRowDrafter(RowDrafter):
     """C reads all arrays by address; those that a draft writes grow with the largest draft."""
 
-    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
+    def __init__(self, eagle: NativeEagle, kv: KVCache, rows: DraftingRows, pages: Tensor):
         slots, max_blocks = rows.block_tables.shape
         eagle.check_pages(pages, kv)
         self._eagle, self._rows, self._lib, self._slots = eagle, rows, eagle.lib, slots
         self._call = TltDraft(
             slots=slots,
-            catch_up=catch_up,
             width=rows.outputs.shape[1],
             max_blocks=max_blocks,
             num_blocks=kv.num_blocks,
             block_size=kv.block_size,
         )
-        self._wanted = _Wanted(np.zeros(slots, np.int32), np.zeros((DEPTHS, BUCKETS), np.float32))
+        self._wanted = _Wanted(np.zeros(slots, np.int32), np.zeros((POSITIONS, BUCKETS), np.float32))
         self._drafted = _Drafted.empty(slots, 0)
         for arrays in (rows, self._wanted, self._drafted):
             point_at_arrays(self._call, arrays)
@@ -247,8 +246,8 @@ class NativeRowDrafter(RowDrafter):
 
     def _make_room(self, count: int, longest: int) -> None:
         self._shape = count, longest
-        self._call.rows = count
-        self._call.depth = longest
+        self._call.rows, self._call.catch_up = count, self.catch_up
+        self._call.longest = longest
         if len(self._drafted.tokens) < count * longest:
             self._drafted = _Drafted.empty(self._slots, 2 * count * longest)
             point_at_arrays(self._call, self._drafted)

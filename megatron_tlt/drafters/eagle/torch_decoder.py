@@ -49,8 +49,8 @@ class TorchEagle(TorchDrafter):
         x = self.model.join(self.policy.embed(tokens), self.model.previous(pages[states]))
         kv.data[0][slots], kv.data[1][slots] = self.model.keys_values(x, self.model.rope(positions))
 
-    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int) -> EagleRowDrafter:
-        return EagleRowDrafter(self, kv, rows, pages, catch_up)
+    def row_drafter(self, kv: KVCache, rows: DraftingRows, pages: Tensor) -> EagleRowDrafter:
+        return EagleRowDrafter(self, kv, rows, pages)
 
     def step(self, fed: DecoderInput, hidden: Tensor, first_visible: Tensor, kv: KVCache) -> tuple[Tensor, Tensor]:
         """One pair of each of P chains, whose `previous` is `hidden` [P, H]: logits float32 [P, Vd] and outputs [P, H].
@@ -85,8 +85,8 @@ class EagleRowDrafter(TorchRowDrafter):
     _drafter: TorchEagle
     steps_cache = 1
 
-    def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor, catch_up: int):
-        super().__init__(eagle, kv, rows, pages, catch_up)
+    def __init__(self, eagle: TorchEagle, kv: KVCache, rows: DraftingRows, pages: Tensor):
+        super().__init__(eagle, kv, rows, pages)
         chains, hidden_size = self._most, eagle.config.policy.hidden_size
         self._tokens, self._first_visible = self._zeros(chains), self._zeros(chains)
         self._places = self._zeros(3, chains)  # set by one copy: position, slot and noise key

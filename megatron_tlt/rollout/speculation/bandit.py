@@ -18,6 +18,9 @@ from typing import Any
 from megatron_tlt.rollout.speculation.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
 
+_DECAY = 0.995  # of epsilon, a step
+_WINDOW = 50  # rewards of an arm that count, the last ones
+
 
 class BucketedEpsilonGreedy:
     """A `StrategySelector` that plays the arm with the most tokens per second (median), by number of running requests.
@@ -26,21 +29,13 @@ class BucketedEpsilonGreedy:
     epsilon, which decays with every step of the bucket since the last weight sync, an arm is drawn at random.
     """
 
-    def __init__(
-        self,
-        arms: Sequence[DraftStrategy],
-        thresholds: Sequence[int],
-        epsilon: float = 0.1,
-        decay: float = 0.995,
-        window: int = 50,
-        seed: int = 0,
-    ):
+    def __init__(self, arms: Sequence[DraftStrategy], thresholds: Sequence[int], epsilon: float):
         """`thresholds`: running requests at which buckets begin, rising; fewer belong to the first bucket."""
         self.arms = {arm.name: arm for arm in arms}
         self._thresholds = list(thresholds)
-        self._epsilon, self._decay, self._window = epsilon, decay, window
-        self._random = random.Random(seed)
-        self._rewards = [{name: deque[float](maxlen=window) for name in self.arms} for _ in thresholds]
+        self._epsilon = epsilon
+        self._random = random.Random(0)
+        self._rewards = [{name: deque[float](maxlen=_WINDOW) for name in self.arms} for _ in thresholds]
         self._scores = [dict.fromkeys(self.arms, inf) for _ in thresholds]  # medians of the rewards; inf: none yet
         self._steps = [0 for _ in thresholds]  # since the last weight sync
 
@@ -49,7 +44,7 @@ class BucketedEpsilonGreedy:
 
     def epsilon(self, num_running: int) -> float:
         """Present share of exploring steps in the bucket of `num_running` requests."""
-        return float(self._epsilon * self._decay ** self._steps[self._bucket(num_running)])
+        return float(self._epsilon * _DECAY ** self._steps[self._bucket(num_running)])
 
     def select(self, num_running: int) -> DraftStrategy:
         """The bucket's best arm, or a random one with probability epsilon. Mutates the random state."""
@@ -102,6 +97,6 @@ class BucketedEpsilonGreedy:
         self._steps = list(state["steps"])
         for bucket, saved in enumerate(state["rewards"]):
             for name in self.arms.keys() & saved.keys():
-                rewards = deque[float](saved[name], maxlen=self._window)
+                rewards = deque[float](saved[name], maxlen=_WINDOW)
                 self._rewards[bucket][name] = rewards
                 self._scores[bucket][name] = median(rewards) if rewards else inf

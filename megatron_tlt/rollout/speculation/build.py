@@ -10,10 +10,9 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.rollout.scheduler import Scheduler
 from megatron_tlt.rollout.speculation.base import Drafter, NoDrafter
-from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRolledDrafter
 from megatron_tlt.rollout.speculation.selector import build_selector
 from megatron_tlt.rollout.speculation.speculator import Speculator
-from megatron_tlt.rollout.speculation.step_costs import RowCosts
 from megatron_tlt.rollout.speculation.suffix import SuffixDrafter
 from megatron_tlt.rollout.speculation.trained import TrainedDrafter
 
@@ -23,18 +22,14 @@ if TYPE_CHECKING:
     from megatron_tlt.rollout.speculation.history import ResponseHistory
 
 
-_CATCH_UP = 256  # positions a request that a trained drafter which starts late reads in one step
-
-
 @dataclass(frozen=True)
 class Drafting:
     """Configuration and parts of an engine that speculates."""
 
     section: SpeculationSection
+    verify_rows: int  # most rows of a step that verifies pre-rollouts, if the drafter's have no more
     decoder: DrafterDecoder | None = None  # the trained drafter, where the configuration names one
     history: ResponseHistory | None = None  # earlier responses, for the suffix drafter
-    catch_up: int = _CATCH_UP
-    verify_rows: int | None = None  # most rows of a step with pre-rollouts; None: as many as any step's
 
 
 def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> Speculator:
@@ -47,11 +42,8 @@ def build_speculator(drafting: Drafting, scheduler: Scheduler, runner: ModelRunn
     drafter: Drafter = trained or NoDrafter()
     if section.drafter == "suffix":
         drafter = SuffixDrafter(section.suffix, rows, drafting.history)
-    most_rows = len(rows.token_ids)
-    if drafting.verify_rows is not None:
-        most_rows = min(most_rows, max(drafting.verify_rows, scheduler.limits.max_running * section.rows_each))
-    costs = RowCosts() if section.selector == "cost_model" else None
-    pre_rollouts = PreRollouts(rows, most_rows, costs)
+    limits = scheduler.limits
+    pre_rollouts = PreRolledDrafter.of(section, rows, len(rows.token_ids), drafting.verify_rows, limits.max_running)
     # On CPU strategies are compared by this thread's own time, however busy the machine is.
     clock = time.thread_time if runner.device.type == "cpu" else time.perf_counter
     selector = build_selector(section)
@@ -63,7 +55,7 @@ def _trained(drafting: Drafting, scheduler: Scheduler, runner: ModelRunner) -> T
     section, decoder = drafting.section, drafting.decoder
     if decoder is None:
         raise ConfigError.of("rollout.speculation.drafter", section.drafter, "the engine got no drafter")
-    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages(), drafting.catch_up)
+    trained = TrainedDrafter(decoder, scheduler.rows, runner.keep_pages())
     if runner.pool is not None:
         decoder.use_graphs(runner.pool.graphs.run)
     return trained

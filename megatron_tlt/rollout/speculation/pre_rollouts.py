@@ -1,9 +1,9 @@
 """Drafts from responses that an earlier policy drew with the same sampling keys: pre-rollouts.
 
-Both policies draw with the same noise, so a response parts from the earlier one only where an update has moved the
+Both policies draw with the same noise, so a response parts from the pre-rolled one only where an update has moved the
 logits by more than the gap between two candidates.
 
-    earlier response   a b c d e f g h ..
+    pre-rolled         a b c d e f g h ..
                              ^ place: the token that is expected next
     response so far    a b c              age 3: matched tokens in a row before the place
 
@@ -25,25 +25,28 @@ Legend: B running rows, S slots, W output width, N drafted tokens, m rows that t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.speculation.cost_model_selector import EXPLORATION
 from megatron_tlt.rollout.speculation.match_rates import MatchRates
 from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
-from megatron_tlt.types import DraftStrategy
+from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 if TYPE_CHECKING:
     from megatron_tlt.rollout.request import Request
+    from megatron_tlt.rollout.speculation.selector import StrategySelector
 
 LONGEST = 31  # tokens of a draft: with the last drawn one, 32 rows of a request
 PRE_ROLLED = DraftStrategy("pre_rollout", LONGEST)  # of steps that verify such drafts, by name
 _TAIL = 4  # last tokens that a new place is looked up by
 _REACH = 64  # positions on both sides of the old place
-_GIVE_UP = 128  # tokens without a good place after which the earlier response is dropped
+_GIVE_UP = 128  # tokens without a good place after which the pre-rolled response is dropped
 _NEVER = np.iinfo(np.int32).max
 _LOOK_EVERY = 8  # steps behind one without drafts from here: what is faster seldom changes within a few
 _LEAST_RATE = 0.3  # of a place that is of use
@@ -53,8 +56,34 @@ _OWN_SHARE = 0.05  # of one draft in the mean of its seconds
 _AGES = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128])  # at which a cell of the match rates ends
 
 
-class PreRollouts:
-    """The earlier responses of one call's requests, and the places in them."""
+class Choice(NamedTuple):
+    """How a step drafts."""
+
+    strategy: DraftStrategy  # of the rows without a token of `pre_rolled`
+    pre_rolled: Draft | None = None  # None: the selector measures the step
+
+    def longest(self, most_rows: int, running: int) -> int:
+        """Tokens that each other row may draft, in a step of `running` requests and at most `most_rows` rows."""
+        pre_rolled, others = self.pre_rolled, running
+        if pre_rolled is not None:
+            most_rows -= pre_rolled.num_tokens
+            others -= int(np.count_nonzero(pre_rolled.counts))
+        return min(self.strategy.draft_len, max(0, most_rows - running) // max(1, others))
+
+
+def choose(selector: StrategySelector, drafter: PreRolledDrafter | None, running: int) -> Choice:
+    """How a step of `running` requests drafts: from pre-rollouts where that pays, in its other rows as the selector's
+    usual step; else as it selects. Mutates both.
+    """
+    if drafter is not None and not drafter.is_empty:
+        draft = drafter.propose(partial(selector.expected, running))
+        if draft.num_tokens:  # where no row is left, an engine that drafts for whole batches need not draft
+            return Choice(NO_DRAFT if draft.counts.all() else selector.usual(running), draft)
+    return Choice(selector.select(running))
+
+
+class PreRolledDrafter:
+    """The pre-rolled responses to one call's requests, and the places in them."""
 
     def __init__(self, rows: RunningRows, most_rows: int, costs: RowCosts | None, longest: int = LONGEST):
         """Steps feed at most `most_rows` rows, and draft `longest` tokens of a response. Without `costs` every step
@@ -65,7 +94,7 @@ class PreRollouts:
         self._own_seconds = 0.0  # of making a draft, a fading mean
         self._plain_seconds = 0.0  # of steps since the last draft from here
         self._rows, self._vocab = rows, len(rows.is_stop)
-        self._earlier: Mapping[tuple[int, int], np.ndarray] = {}
+        self._pre_rolled: Mapping[tuple[int, int], np.ndarray] = {}
         slots = len(rows.outputs)
         self._tokens = np.zeros(rows.outputs.shape, np.int32)  # [S, W] by slot; rows that are never used take no memory
         self._length = np.zeros(slots, np.int32)  # [S] of `_tokens`
@@ -78,26 +107,42 @@ class PreRollouts:
         self._rest = 0  # steps that stay plain before drafts are weighed again
         self._rates = MatchRates(_prior(), strength=12.0, memory=65536.0)
 
+    @classmethod
+    def of(
+        cls,
+        section: SpeculationSection,
+        rows: RunningRows,
+        budget: int,
+        verify_rows: int,
+        max_requests: int,
+        longest: int = LONGEST,
+    ) -> Self:
+        """Of an engine whose steps feed `budget` rows at most, and `verify_rows` if they verify such drafts, unless its
+        drafter's have more.
+        """
+        most_rows = min(budget, max(verify_rows, max_requests * section.rows_each))
+        return cls(rows, most_rows, RowCosts() if section.selector == "cost_model" else None, longest)
+
     @property
     def is_empty(self) -> bool:
-        """Whether the call has no earlier response."""
-        return not self._earlier
+        """Whether the call has no pre-rolled response."""
+        return not self._pre_rolled
 
-    def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
+    def begin(self, pre_rolled: Mapping[tuple[int, int], np.ndarray]) -> None:
         """The call's `GenerateCall.drafts`, before its first step. Mutates."""
-        self._earlier, self._rest = earlier, 0
+        self._pre_rolled, self._rest = pre_rolled, 0
 
     def end_generate(self) -> None:
         """Forgets them. Mutates."""
-        self._earlier = {}
+        self._pre_rolled = {}
         self._compare_from[:] = _NEVER
         self._age[:] = 0
 
     def start(self, request: Request) -> None:
-        """`request` now has a row and a slot. Its earlier response ends before a token of another vocabulary. One that
-        has ended before the present turn, such as a pre-rolled first turn, is not used. Mutates.
+        """`request` now has a row and a slot. Its pre-rolled response ends before a token of another vocabulary. One
+        that has ended before the present turn, such as a pre-rolled first turn, is not used. Mutates.
         """
-        slot, tokens = request.slot, self._earlier.get((request.prompt_id, request.sample_index))
+        slot, tokens = request.slot, self._pre_rolled.get((request.prompt_id, request.sample_index))
         self._compare_from[slot], self._age[slot] = _NEVER, 0
         if tokens is None or len(tokens) <= request.turn_start:
             return
@@ -111,7 +156,7 @@ class PreRollouts:
         self._rest = 0
 
     def propose(self, usual: Callable[[], Expected]) -> Draft:
-        """The tokens of earlier responses that the next step verifies; none where the step that the selector chose,
+        """The tokens of pre-rolled responses that the next step verifies; none where the step that the selector chose,
         which is expected to bring `usual()`, is faster. Most steps need not ask. Mutates.
         """
         self._rest -= 1
@@ -244,7 +289,7 @@ class PreRollouts:
         self._age[slots[found]] = age[found]
 
     def _draft(self, lengths: np.ndarray) -> Draft:
-        """The next `lengths` int32 [B] tokens of each row's earlier response, which has as many."""
+        """The next `lengths` int32 [B] tokens of each row's pre-rolled response, which has as many."""
         row_of, within = _flat(lengths)
         of = self._rows.slots[row_of]
         cells = _cells(self._age[of] + within, self._has_parted[of])

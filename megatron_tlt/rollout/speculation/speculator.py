@@ -2,7 +2,7 @@
 
     schedule -> propose (select, reserve, draft) -> verify -> truncate -> record -> commit
 
-Where rows have a place in an earlier response (`pre_rollouts`), and that pays, these draft from there, and the other
+Where rows have a place in a pre-rolled response (`pre_rollouts`), and that pays, these draft from there, and the other
 rows by the drafter's usual strategy. The selector chooses and measures all other steps.
 
 Responses do not depend on any decision here (docs/design/numerics.md): a draft only chooses which tokens the policy is
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,31 +25,20 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.speculation.base import Drafter
 from megatron_tlt.rollout.speculation.counters import SpeculationCounters
-from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED
+from megatron_tlt.rollout.speculation.pre_rollouts import PRE_ROLLED, Choice, choose
 from megatron_tlt.rollout.speculation.step_costs import LEAST_SECONDS
 from megatron_tlt.rollout.speculation.trace import DraftTrace
 from megatron_tlt.rollout.speculation.verify import Accepted
-from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
+from megatron_tlt.types import NO_DRAFT, StepMeasurement
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
+    from megatron_tlt.rollout.speculation.pre_rollouts import PreRolledDrafter
     from megatron_tlt.rollout.speculation.selector import StrategySelector
     from megatron_tlt.rollout.speculation.trained import TrainedDrafter
 
 _NO_POSITIONS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """How a step drafts."""
-
-    strategy: DraftStrategy  # of the drafter's rows: those without a token of `pre_rolled`
-    pre_rolled: Draft | None = None  # by earlier responses; None: the selector measures the step
-
-
-_PLAIN = _Step(NO_DRAFT)
 
 
 class Speculator:
@@ -64,7 +51,7 @@ class Speculator:
         rows: RunningRows,
         reserve: Callable[[np.ndarray], np.ndarray],
         tp: TensorParallel,
-        pre_rollouts: PreRollouts,
+        pre_rollouts: PreRolledDrafter,
         trained: TrainedDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -76,14 +63,14 @@ class Speculator:
         self.trace: DraftTrace | None = None  # drafts for some responses, for the report
         self.counters = SpeculationCounters()
         self._rows, self._reserve, self._tp, self._clock = rows, reserve, tp, clock
-        self._step = _PLAIN  # the present one
+        self._step = Choice(NO_DRAFT)  # of the present step
         self._draft_seconds = self._own_seconds = 0.0  # of the present step; of them, for its pre-rolled part
         self._longest = 0  # tokens that each row without a pre-rolled draft had room for
         self._proposed = 0.0  # the clock when the present step's proposal was ready
 
-    def begin(self, earlier: Mapping[tuple[int, int], np.ndarray]) -> None:
+    def begin(self, pre_rolled: Mapping[tuple[int, int], np.ndarray]) -> None:
         """A call with these `GenerateCall.drafts` begins, while the engine is idle. Mutates."""
-        self.pre_rollouts.begin(earlier)
+        self.pre_rollouts.begin(pre_rolled)
 
     def end_generate(self) -> None:
         """The engine is idle: frees the state of the call. Mutates."""
@@ -91,14 +78,14 @@ class Speculator:
         self.pre_rollouts.end_generate()
 
     @property
-    def has_earlier(self) -> bool:
-        """Whether the call has earlier responses to draft from."""
+    def has_pre_rolled(self) -> bool:
+        """Whether the call has pre-rolled responses to draft from."""
         return not self.pre_rollouts.is_empty
 
     @property
     def _is_off(self) -> bool:
         """Whether this call can only decode plainly."""
-        return self.drafter.kind == "none" and not self.has_earlier
+        return self.drafter.kind == "none" and not self.has_pre_rolled
 
     def propose(self, batch: Batch) -> Draft | None:
         """The draft that the step of `batch` verifies; None for plain decoding, and for a batch with prefill chunks.
@@ -109,14 +96,15 @@ class Speculator:
             return None
         for request in batch.started:
             self.drafter.start(request)
-            if self.has_earlier:
+            if self.has_pre_rolled:
                 self.pre_rollouts.start(request)
         if batch.copies and self.trained is not None:
             self.trained.copy_blocks(batch.copies)
         if not batch.is_decode:
             return None
         last_kind, started = self._step.strategy.kind, self._clock()
-        self._step = step = self._tp.broadcast_object(self._choose())
+        pre_rollouts = self.pre_rollouts if self._tp.rank == 0 else None  # its clock and its places in responses count
+        self._step = step = self._tp.broadcast_object(choose(self.selector, pre_rollouts, self._rows.num_rows))
         draft, lengths = self._reserved(step)
         self._own_seconds = 0.0 if draft is None else self._clock() - started
         self._draft_seconds = self._own_seconds
@@ -131,16 +119,7 @@ class Speculator:
         self._proposed = self._clock()
         return draft if draft is not None and draft.num_tokens else None
 
-    def _choose(self) -> _Step:
-        """How the present step drafts, on rank 0. Mutates the places in earlier responses."""
-        running = self._rows.num_rows
-        if self.has_earlier and self._tp.rank == 0:
-            draft = self.pre_rollouts.propose(partial(self.selector.expected, running))
-            if draft.num_tokens:
-                return _Step(self.selector.usual(running), draft)
-        return _Step(self.selector.select(running))
-
-    def _reserved(self, step: _Step) -> tuple[Draft | None, np.ndarray]:
+    def _reserved(self, step: Choice) -> tuple[Draft | None, np.ndarray]:
         """The pre-rolled draft, and the most tokens of each of the drafter's rows, int32 [B]: as blocks allow.
 
         A response's last token is never drafted. Mutates block tables.
@@ -150,10 +129,8 @@ class Speculator:
         longest = np.zeros_like(counts)
         self._longest = 0
         if step.strategy.draft_len:
-            room = self.pre_rollouts.most_rows - running - int(counts.sum())
-            share = max(0, room) // max(1, int(np.count_nonzero(counts == 0)))
+            self._longest = step.longest(self.pre_rollouts.most_rows, running)
             left = rows.limit[:running] - rows.output_len[:running] - 1
-            self._longest = min(step.strategy.draft_len, share)
             longest = np.where(counts, 0, np.minimum(left, self._longest))
         if not longest.any() and pre_rolled is None:
             return None, longest
@@ -195,7 +172,7 @@ class Speculator:
         )
         if step.pre_rolled is None:
             self.selector.record(measurement)
-        if self.has_earlier:
+        if self.has_pre_rolled:
             own_seconds = None if step.pre_rolled is None else self._own_seconds
             self.pre_rollouts.record(batch.num_decode, measurement.num_rows, step_seconds, own_seconds)
         self.counters.add(measurement, draft)
@@ -206,10 +183,10 @@ class Speculator:
         if pre_rolled is None:
             self.drafter.observe(draft, reached, accepted)
             return
-        is_earlier = pre_rolled.counts[draft.row_of] > 0
-        self.counters.add_pre_rolled(draft.select(is_earlier), accepted[is_earlier])
-        if not is_earlier.all():
-            self.drafter.observe(draft.select(~is_earlier), reached[~is_earlier], accepted[~is_earlier])
+        was_pre_rolled = pre_rolled.counts[draft.row_of] > 0
+        self.counters.add_pre_rolled(draft.select(was_pre_rolled), accepted[was_pre_rolled])
+        if not was_pre_rolled.all():
+            self.drafter.observe(draft.select(~was_pre_rolled), reached[~was_pre_rolled], accepted[~was_pre_rolled])
 
     def load_drafter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the trained drafter's tensors: what was measured of the former ones counts little from now on.

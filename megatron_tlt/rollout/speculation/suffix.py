@@ -86,20 +86,17 @@ class SuffixDrafter:
 
     kind = "suffix"
 
-    def __init__(
-        self, section: SuffixSection, rows: RunningRows, history: ResponseHistory | None = None, depth: int = _DEPTH
-    ):
-        """Drafts for `rows` by contexts of at most `depth` tokens. Its tries take at most `section.history_mib` MiB;
-        then nothing more is added.
+    def __init__(self, section: SuffixSection, rows: RunningRows, history: ResponseHistory | None = None):
+        """Drafts for `rows`. Its tries take at most `section.history_mib` MiB; then nothing more is added.
 
         Raises ConfigError without a C compiler, BackendError if the library cannot be built.
         """
         if find_compiler() is None:
             allowed = "needs a C compiler: no cc, gcc or clang on PATH (install one, or choose another drafter)"
             raise ConfigError.of("rollout.speculation.drafter", self.kind, allowed)
-        assert depth <= MAX_DEPTH
+        assert _DEPTH <= MAX_DEPTH
         self._lib, self._rows, self._history = library(), rows, history
-        self._pool = self._lib.tlt_suffix_new(depth, len(rows.is_stop), section.history_mib << 20)
+        self._pool = self._lib.tlt_suffix_new(_DEPTH, len(rows.is_stop), section.history_mib << 20)
         if not self._pool:
             raise BackendError("suffix drafter: no memory left")
         weakref.finalize(self, self._lib.tlt_suffix_free, self._pool)

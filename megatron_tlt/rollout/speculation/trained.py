@@ -2,8 +2,8 @@
 
 The drafter's pair at position s is (token at s, policy's hidden state of s - 1), which is read in the paged hidden
 states. Prompts are fed to it while they are prefilled, the pairs behind the last drafted position when the next draft
-is made. So plain decoding costs nothing, and drafting may begin at any time: of more than `catch_up` missing pairs only
-the last `catch_up` are fed, and the drafter attends to nothing before them.
+is made. So plain decoding costs nothing, and drafting may begin at any time: of more than `RowDrafter.catch_up` missing
+pairs only the last ones are fed, and the drafter attends to nothing before them.
 
 Legend: B rows, T pairs, N drafted tokens.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_tlt.drafters.decoder import (
     BUCKET_WIDTH,
     BUCKETS,
-    DEPTHS,
+    POSITIONS,
     DrafterDecoder,
     DraftingRows,
     Pairs,
@@ -39,7 +39,7 @@ class TrainedDrafter(Drafter):
 
     kind = "trained"
 
-    def __init__(self, decoder: DrafterDecoder, rows: RunningRows, pages: PagedHiddenStates, catch_up: int):
+    def __init__(self, decoder: DrafterDecoder, rows: RunningRows, pages: PagedHiddenStates):
         """`pages` are written by the model runner. Allocates the drafter's cache, of as many blocks."""
         self.decoder, self._rows, self._pages = decoder, rows, pages
         self.kv: KVCache = decoder.new_kv_cache(pages.num_blocks, pages.block_size)
@@ -57,7 +57,7 @@ class TrainedDrafter(Drafter):
             synced=self._synced,
             first=self._first,
         )
-        self._drafts = decoder.row_drafter(self.kv, running, pages.data, catch_up)
+        self._drafts = decoder.row_drafter(self.kv, running, pages.data)
         self._match_rates = _match_rates()
 
     def release(self) -> None:
@@ -140,5 +140,5 @@ def _match_rates() -> MatchRates:
     the time. The last position stands for all later ones.
     """
     gaps = (np.arange(BUCKETS) + 0.5) * BUCKET_WIDTH
-    prior = np.broadcast_to(1.0 - 0.55 * np.exp(-gaps), (DEPTHS, BUCKETS))
+    prior = np.broadcast_to(1.0 - 0.55 * np.exp(-gaps), (POSITIONS, BUCKETS))
     return MatchRates(prior, strength=16.0, memory=4096.0, is_ordered=True)

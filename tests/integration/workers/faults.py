@@ -24,7 +24,7 @@ from megatron_tlt.checkpoint.manager import CheckpointManager
 from megatron_tlt.cli import main as cli
 from megatron_tlt.resilience.rollout_cache import ResponseWriter, RolloutCache
 from megatron_tlt.trainer.metrics import RunMetrics
-from megatron_tlt.trainer.pre_rollouts import PreRollouts
+from megatron_tlt.trainer.pre_rollouts import PreRoller
 
 
 def happen(kind, world):
@@ -79,7 +79,7 @@ def cached(rank, step, responses):
 
 
 def pre_roll(step):
-    open_window, generate, seen = PreRollouts.open, PreRollouts._generate, []
+    open_window, generate, seen = PreRoller.open, PreRoller._generate, []
 
     def open_(self, number):
         seen[:] = [number]
@@ -98,7 +98,7 @@ def pre_roll(step):
 
         return generate(self, queue_of, asked)
 
-    PreRollouts.open, PreRollouts._generate = open_, generate_and_die
+    PreRoller.open, PreRoller._generate = open_, generate_and_die
 
 
 def nan(*steps):

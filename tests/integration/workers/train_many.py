@@ -18,13 +18,13 @@ from megatron_tlt.distributed.world import World
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.errors import BackendError, DrafterError
 from megatron_tlt.rollout.engine import Engine
-from megatron_tlt.trainer.pre_rollouts import PreRollouts
+from megatron_tlt.trainer.pre_rollouts import PreRoller
 from megatron_tlt.trainer.setup import build_trainer
 
 SLOW_S = 0.4  # what the last rank adds once the others have ended their rollouts, so that they have time
 SLOW_STEP_S = 0.02  # what its engine's steps take longer with the fault "slow engine"
 GENERATE, LEARN, WEIGHTS = EmbeddedBackend.generate, OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights
-STEP, PRE_ROLL = Engine.step, PreRollouts._generate
+STEP, PRE_ROLL = Engine.step, PreRoller._generate
 
 
 def be_last(world: World) -> None:
@@ -76,7 +76,7 @@ def break_it(fault: str, world: World) -> None:
             raise BackendError("broken on purpose")
         return samples
 
-    EmbeddedBackend.generate, Engine.step, PreRollouts._generate = generate, step, pre_roll
+    EmbeddedBackend.generate, Engine.step, PreRoller._generate = generate, step, pre_roll
     OnlineDrafterTrainer._learn, OnlineDrafterTrainer.weights = learn, weights
 
 

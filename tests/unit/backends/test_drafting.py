@@ -13,6 +13,7 @@ import torch
 from megatron_tlt.backends.drafting import StepDrafting
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.draft import Draft
+from megatron_tlt.rollout.speculation.pre_rollouts import Choice
 from megatron_tlt.rollout.speculation.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
@@ -119,7 +120,7 @@ def test_on_gpus_a_steps_seconds_hold_the_devices_work_and_nothing_waits_for_it(
     monkeypatch.setattr(drafting._selector, "select", lambda num_running: next(chosen))
     for forward, draft in ((3.0, 2.0), (5.0, 1.0), (7.0, 4.0), (6.0, 2.0)):
         device.queued += forward
-        if verified := drafting._strategy.draft_len:
+        if verified := drafting._choice.strategy.draft_len:
             device.reached = device.queued  # the tokens of a verified step have come to the host
         drafting.record(drafted * verified, drafted * verified, drafted > 0, is_decode=True)
         waits = device.waits
@@ -130,20 +131,22 @@ def test_on_gpus_a_steps_seconds_hold_the_devices_work_and_nothing_waits_for_it(
     assert [(m.step_seconds, m.draft_seconds) for m in measured] == [(5.0, 2.0), (7.0, 1.0), (10.0, 0.0)]
 
 
-def earlier(*counts: int) -> Draft:
+def pre_rolled(*counts: int) -> Draft:
     total = sum(counts)
     return Draft(np.array(counts, np.int32), np.arange(total, dtype=np.int32) + 50, np.ones(total, np.float32))
 
 
-def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -> None:
-    """Rows of a trained drafter's proposal draft from earlier responses where these have a place."""
+def test_steps_with_pre_rolled_responses_teach_their_costs_and_not_the_selector() -> None:
+    """Rows of a trained drafter's proposal draft from pre-rolled responses where these have a place."""
     taught, costs, now = [], [], [0.0]
-    made = iter([earlier(2, 0), earlier(1, 1), None])
+    made = iter([pre_rolled(2, 0), pre_rolled(1, 1), Draft.empty(2)])
+
+    def propose_pre_rolled(usual: Callable[[], Expected]) -> Draft:
+        now[0] += 1.0
+        return next(made)
 
     class Tokens:
-        def propose_earlier(self, usual: Callable[[], Expected]) -> Draft | None:
-            now[0] += 1.0
-            return next(made)
+        pre_rollouts = SimpleNamespace(is_empty=False, propose=propose_pre_rolled)
 
         def propose(self, strategy: DraftStrategy, draft: Draft, lists: list[list[int]]) -> list[list[int]]:
             rows = np.split(draft.tokens, np.cumsum(draft.counts)[:-1])
@@ -157,9 +160,9 @@ def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -
     drafting._selector.record = taught.append  # type: ignore[method-assign]
     two, zeros, theirs = np.ones(2, bool), np.zeros(2, int), torch.tensor([[7, 8, 9]] * 2)
 
-    def step(drafted: list[int], accepted: list[int], was_earlier: list[bool]) -> None:
+    def step(drafted: list[int], accepted: list[int], was_pre_rolled: list[bool]) -> None:
         now[0] += 10.0
-        drafting.record(np.array(drafted), np.array(accepted), two, True, np.array(was_earlier))
+        drafting.record(np.array(drafted), np.array(accepted), two, True, np.array(was_pre_rolled))
 
     drafting.record(zeros, zeros, two, True, ~two)
     assert drafting.begin() == 3 and drafting.end(theirs) == [[50, 51], [7, 8, 9]]
@@ -178,24 +181,24 @@ def test_steps_with_earlier_responses_teach_their_costs_and_not_the_selector() -
 def test_ranks_of_an_engine_draft_as_the_first_one_has_chosen() -> None:
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=3)
     first = StepDrafting(section, torch.device("cpu"), BUDGET)
-    chosen: list[DraftStrategy] = []
-    first._agree = lambda strategy: chosen.append(strategy) or strategy  # type: ignore[func-returns-value]
+    chosen: list[Choice] = []
+    first._agree = lambda choice: chosen.append(choice) or choice  # type: ignore[func-returns-value]
     other = section.model_copy(update={"draft_len": 1})
     second = StepDrafting(other, torch.device("cpu"), BUDGET, agree=lambda _: chosen.pop())
     assert first.begin() == second.begin() == 3
 
 
 @pytest.mark.parametrize(
-    ("rows", "earlier_counts", "length"), [(256, (), 7), (2048, (), 0), (2, (), 11), (4, (2040,), 1)]
+    ("rows", "pre_rolled_counts", "length"), [(256, (), 7), (2048, (), 0), (2, (), 11), (4, (2040,), 1)]
 )
 def test_drafts_leave_a_token_of_the_steps_budget_for_every_row(
-    rows: int, earlier_counts: tuple[int, ...], length: int
+    rows: int, pre_rolled_counts: tuple[int, ...], length: int
 ) -> None:
     """vLLM's scheduler gives each row its whole draft, in order, and the rows behind the end of the budget nothing."""
     asked: list[DraftStrategy] = []
-    counts = np.array([*earlier_counts, *[0] * (rows - len(earlier_counts))], np.int32)
+    counts = np.array([*pre_rolled_counts, *[0] * (rows - len(pre_rolled_counts))], np.int32)
     tokens = SimpleNamespace(
-        propose_earlier=lambda usual: earlier(*counts) if counts.any() else None,
+        pre_rollouts=SimpleNamespace(is_empty=not counts.any(), propose=lambda usual: pre_rolled(*counts)),
         propose=lambda strategy, draft, lists: asked.append(strategy) or lists,
     )
     section = SpeculationSection(drafter="suffix", selector="fixed", draft_len=11)

@@ -71,6 +71,12 @@ def test_hidden_states_are_stamped_with_the_version_that_answered(model_dir: Pat
     assert backend.engine.runner.pages.data.shape == (16 * backend.engine.blocks.num_blocks, 32)
 
 
+def test_steps_with_pre_rollouts_have_as_many_rows_as_the_memory_plan_counts(model_dir: Path):
+    rollout = RolloutSection(kv_cache_mib=4, max_running_requests=4)
+    backend = build_backend(EngineOptions(rollout, ModelSection(path=str(model_dir), max_context=64)))
+    assert backend.engine.speculator.pre_rollouts.most_rows == rollout.verify_rows < rollout.max_batched_tokens
+
+
 def test_wrong_sizes_are_found_together(model_dir: Path):
     without_weights = RolloutSection(speculation=SpeculationSection(drafter="eagle"))
     with pytest.raises(ConfigError) as caught:

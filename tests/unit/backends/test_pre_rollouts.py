@@ -117,7 +117,7 @@ def test_a_call_of_an_engine_in_a_process_ends_with_what_is_there_and_its_drafts
         assert stats.finished_requests == len(finished) and stats.running_curve[-1][1] == 0
         drafts = drafts_of(samples)
         assert backend.generate(replace(CALL, drafts=drafts)) == list(whole.values())
-        assert process.earlier == {name: tokens.tolist() for name, tokens in drafts.items()}
+        assert process.pre_rolled == {name: tokens.tolist() for name, tokens in drafts.items()}
     assert len(samples) == len(whole)
 
 
@@ -127,7 +127,7 @@ def test_first_turns_get_to_an_engine_in_a_process_with_first_turns_only(tmp_pat
 
     class Watched(EngineProcess):
         def send(self, message: dict[str, Any]) -> None:
-            brought.append((message["start"], "earlier" in message))
+            brought.append((message["start"], "pre_rolled" in message))
             super().send(message)
 
     expected = fake_backend(drafter="none").generate(replace(CALL, turns=FakeTurns()))

@@ -1,4 +1,4 @@
-"""The suffix drafter and earlier responses on rows that follow another engine's batch."""
+"""The suffix drafter and pre-rolled responses on rows that follow another engine's batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from megatron_tlt.backends.token_drafts import Began, TokenDrafts
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.models.decoders.native.build import find_compiler
-from megatron_tlt.rollout.speculation.step_costs import Expected
+from megatron_tlt.rollout.speculation.pre_rollouts import choose
+from megatron_tlt.rollout.speculation.selector import FixedSelector
 from megatron_tlt.types import NO_DRAFT, DraftStrategy
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler: no suffix drafter")
@@ -19,14 +20,14 @@ THREE = DraftStrategy("suffix", 3)
 
 
 def make(drafter: str = "suffix", longest: int = 5, verify_rows: int = 64, budget: int = 64) -> TokenDrafts:
-    """Steps verify as many tokens of earlier responses as they may."""
+    """Steps verify as many tokens of pre-rolled responses as they may."""
     section = {"drafter": drafter, "selector": "fixed", "suffix": {"history_mib": 16}}
     return TokenDrafts(SpeculationSection.model_validate(section), 4, 64, 32, longest, verify_rows, budget)
 
 
 def propose(b: TokenDrafts, strategy: DraftStrategy = THREE) -> list[list[int]]:
     """Of a batch of four rows."""
-    return b.propose(strategy, b.propose_earlier(Expected), [[] for _ in range(4)])
+    return b.propose(*choose(FixedSelector(strategy), b.pre_rollouts, 4), [[] for _ in range(4)])
 
 
 def note(
@@ -36,9 +37,9 @@ def note(
     tokens: list[int],
     drawn: list[bool] | None = None,
     began: list[int] | None = None,
-    earlier: dict[str, list[int]] | None = None,
+    pre_rolled: dict[str, list[int]] | None = None,
 ) -> list[bool]:
-    """A step in which each row draws one token, greedily, without drafts; the rows that drafted from earlier responses.
+    """A step in which each row draws one token, greedily, without drafts; the rows that drafted from pre-rolled ones.
 
     `began`: responses began with these.
     """
@@ -49,7 +50,7 @@ def note(
     keys, cold = np.arange(count, dtype=np.uint64), np.zeros(count, np.float32)
 
     def came(name: str) -> Began:
-        return Began(PROMPT, began or [], 5, LIMIT, (earlier or {}).get(name, []))
+        return Began(PROMPT, began or [], 5, LIMIT, (pre_rolled or {}).get(name, []))
 
     return b.note(list(names), came, keys, cold, np.array(done), zeros, zeros, out, is_drawn).tolist()
 
@@ -100,31 +101,31 @@ def test_match_rates_count_what_vllm_verified(fed: int, accepted: int, missed: i
     assert np.array(b.state_dict()["calibration"]["rates"]["counts"]).sum(0).tolist() == [missed, accepted]
 
 
-def test_rows_draft_from_their_own_earlier_responses_each_as_far_as_it_goes() -> None:
+def test_rows_draft_from_their_own_pre_rolled_responses_each_as_far_as_it_goes() -> None:
     b = make("none")
     whole, cut, foreign = TEXT, TEXT[:4], [*TEXT[:2], 32, *TEXT[3:]]
-    note(b, "abcd", [0] * 4, TEXT[:1] * 4, earlier={"a": whole, "b": cut, "d": foreign})
+    note(b, "abcd", [0] * 4, TEXT[:1] * 4, pre_rolled={"a": whole, "b": cut, "d": foreign})
     assert propose(b, NO_DRAFT) == [TEXT[1:6], TEXT[1:4], [], TEXT[1:2]], "five at most; there is no token 32"
     assert note(b, "cab", [1, 1, 1], [TEXT[1]] * 3) == [False, True, True]
     assert propose(b, NO_DRAFT)[:3] == [[], TEXT[2:7], TEXT[2:4]], "in the batch's new order"
     b.finish("a")
     note(b, "eb", [0, 2], TEXT[::2][:2], [False, True])
     assert propose(b, NO_DRAFT)[:2] == [[], TEXT[3:4]], "e is in the middle of its prompt"
-    note(b, "eb", [0, 3], TEXT[:1] * 2, earlier={"e": [TEXT[0], 1, 1]})
+    note(b, "eb", [0, 3], TEXT[:1] * 2, pre_rolled={"e": [TEXT[0], 1, 1]})
     assert propose(b, NO_DRAFT)[0] == [1, 1], "a slot that is used again"
     for name in "bcde":
         b.finish(name)
     note(b, "f", [0], [TEXT[0]])
-    assert b.propose_earlier(Expected) is None
+    assert b.pre_rollouts.is_empty
 
 
 def test_neither_the_last_token_nor_more_rows_than_a_step_has_are_drafted() -> None:
     b = make("none", longest=31)
     long = list(range(2, 32))
-    note(b, "ab", [0, 0], long[:1] * 2, earlier={"a": long, "b": [long[0], 1, 1]})
+    note(b, "ab", [0, 0], long[:1] * 2, pre_rolled={"a": long, "b": [long[0], 1, 1]})
     assert propose(b, NO_DRAFT)[0] == long[1 : LIMIT - 1]
     for small in (make("none", longest=31, verify_rows=9), make("none", longest=31, budget=9)):
-        note(small, "abcd", [0] * 4, long[:1] * 4, earlier=dict.fromkeys("abcd", long))
+        note(small, "abcd", [0] * 4, long[:1] * 4, pre_rolled=dict.fromkeys("abcd", long))
         assert sum(map(len, propose(small, NO_DRAFT))) == 5
 
 
@@ -134,8 +135,8 @@ def test_the_drafter_drafts_for_rows_without_a_place() -> None:
     for t, token in enumerate(TEXT):
         note(b, "a", [t], [token])
     for t, token in enumerate(TEXT[:4]):
-        earlier = {"c": [*TEXT[:4], 30, 29]}
-        note(b, "bca", [t, t, len(TEXT) + t], [token, token, 1], earlier=earlier)
+        pre_rolled = {"c": [*TEXT[:4], 30, 29]}
+        note(b, "bca", [t, t, len(TEXT) + t], [token, token, 1], pre_rolled=pre_rolled)
     assert propose(b)[:2] == [TEXT[4:7], [30, 29]]
     assert note(b, "cb", [4, 4], [30, TEXT[4]]) == [True, False]
     counts = np.array(b.state_dict()["calibration"]["rates"]["counts"])

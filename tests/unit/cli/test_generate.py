@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_tlt.backends import build
-from megatron_tlt.cli.generate import _checked_tokenizer, _prompt_warnings, _write_responses, generate_file
+from megatron_tlt.cli.generate import _checked_tokenizer, _prompt_warnings, _write_responses
 from megatron_tlt.cli.main import _parser
 from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.speculation import SpeculationSection
@@ -28,6 +28,7 @@ from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
 from tests.helpers.chat_models import QWEN3, chat_model
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
+from tests.helpers.runs import generate_alone
 from tests.helpers.tiny_models import hf_model
 
 
@@ -143,7 +144,7 @@ def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_
     )
     monkeypatch.setattr(build, "build_backend", lambda options: engine)
     prompts, model = [Prompt(0, "p:1", (1,), "")], ROOT / "assets/demo-policy"
-    generate_file(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), None, n=3)
+    generate_alone(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), n=3)
     (warning,) = caplog.messages
     assert warning.startswith("2 of 3 trajectories ended without an answer of their environment; one of them: ")
     assert warning.endswith(": prompt 0, sample 1: no key")
@@ -164,7 +165,7 @@ def test_cut_responses_are_a_warning_where_they_are_many(
 def test_a_response_that_is_too_long_is_refused_by_its_option_and_prompt(tmp_path: Path):
     prompts, model = [Prompt(0, "p:1", (1,), ""), Prompt(1, "p:2", (1, 2), "")], ROOT / "assets/demo-policy"
     with pytest.raises(ConfigError, match=r"^--max-tokens = 9999999: .* prompt, p:2, has 2 tokens, "):
-        generate_file(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=9999999), None)
+        generate_alone(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=9999999))
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ PROMPTS = [Prompt(i, f"p:{i}", (5 + i, 6), "") for i in range(3)]
 
 
 def generated(model: Path, out: Path, params: SamplingParams = PARAMS) -> EngineStats:
-    return generate_file(model, PROMPTS, out, params, None, n=2)
+    return generate_alone(model, PROMPTS, out, params, n=2)
 
 
 def stopped(model: Path, out: Path, patch: pytest.MonkeyPatch) -> Path:
@@ -213,7 +214,7 @@ def test_a_call_that_was_stopped_generates_only_the_rest(
     assert f"reuses 4 of 6 responses, which earlier starts have left in {unfinished}\n" in capsys.readouterr().out
     assert os.listdir(out.parent) == ["out.jsonl"]
     stopped(model, out := tmp_path / "again.jsonl", monkeypatch)
-    assert generate_file(model, PROMPTS, out, PARAMS, None, n=3).finished_requests == 5, "more samples of a prompt"
+    assert generate_alone(model, PROMPTS, out, PARAMS, n=3).finished_requests == 5, "more samples of a prompt"
 
 
 @pytest.mark.parametrize("change", ["seed", "weights"])

@@ -32,14 +32,14 @@ def logger():
     log.enter_phase("start")
 
 
-def test_a_log_line_has_rank_step_and_phase(logger):
-    stream = io.StringIO()
-    log.setup_logging(1, 4, stream=stream)
+def test_a_log_line_has_rank_step_and_phase(logger, capsys):
+    log.setup_logging(1, 4)
     log.enter_phase("rollout", 7)
     logger.warning("two\nlines")
     logger.info("rank 1 keeps quiet")
-    assert stream.getvalue().count("\n") == 1
-    assert stream.getvalue()[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
 
 
 STEP_3 = (

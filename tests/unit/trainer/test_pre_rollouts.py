@@ -6,21 +6,21 @@ import pytest
 
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import BackendError, EnvError
-from megatron_tlt.trainer.pre_rollouts import PreRollouts
+from megatron_tlt.trainer.pre_rollouts import PreRoller
 from megatron_tlt.types import EngineStats, Prompt, Sample
 
 
-def part() -> PreRollouts:
+def part() -> PreRoller:
     queues = SimpleNamespace(
         num_replicas=1,
         world=SingleProcess(),
         open_shared=lambda: None,
     )
     unused = dict.fromkeys(("stream", "backend", "params"))
-    return PreRollouts(**unused, queues=queues, num_samples=1, num_prompts=1, last_step=9, max_bytes=1000)  # type: ignore[arg-type]
+    return PreRoller(**unused, queues=queues, num_samples=1, num_prompts=1, last_step=9, max_bytes=1000)  # type: ignore[arg-type]
 
 
-def exchange(part: PreRollouts, tokens: list[int], reason: str) -> None:
+def exchange(part: PreRoller, tokens: list[int], reason: str) -> None:
     part.open(1)
     part._new = [Sample(0, 0, tokens, [], "", reason, 0)]  # type: ignore[arg-type]
     part.exchange()

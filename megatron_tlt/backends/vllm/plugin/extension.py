@@ -43,8 +43,8 @@ class VllmWorkerExtension:
         """Takes sampling over; keeps hidden states if `hidden_bytes`. Once, before the first request.
 
         `speculation`: the fields of `SpeculationSection`. `routed_experts`: the type in which each token's experts are
-        kept; None: they are not. `verify_rows`: most rows of a step that verifies
-        earlier responses; None: requests bring none.
+        kept; None: they are not. `verify_rows`: most rows of a step that verifies pre-rolled responses; None: requests
+        bring none.
         """
         section, tokens, runner = SpeculationSection.model_validate(speculation), None, self.model_runner
         budget = compat.step_tokens(runner)

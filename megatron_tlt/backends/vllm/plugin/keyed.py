@@ -36,9 +36,9 @@ from megatron_tlt.rollout.speculation.verify import accept_matches
 _log = logging.getLogger(__name__)
 
 # In `SamplingParams.extra_args`: [key, temperature, top_k, top_p, min_p, prompt id, start]. The last `start` tokens of
-# the request's prompt are its response's earlier turns: positions count on from there. Under `EARLIER`: the response
+# the request's prompt are its response's earlier turns: positions count on from there. Under `PRE_ROLLED`: the response
 # that an earlier policy drew with the same key, from its first token on.
-ARGUMENT, EARLIER = "tlt", "tlt_earlier"
+ARGUMENT, PRE_ROLLED = "tlt", "tlt_pre_rolled"
 Arguments = tuple[int, float, int, float, float, int, int]
 
 
@@ -119,21 +119,21 @@ class KeyedSampling:
         accepted: np.ndarray,
         done: np.ndarray,
     ) -> None:
-        is_drawn, was_earlier = compat.is_drawn(self._runner), None
+        is_drawn, was_pre_rolled = compat.is_drawn(self._runner), None
         if drafting.tokens is not None:
             tokens = out if isinstance(out, np.ndarray) else out.cpu().numpy()
             batch = self._names, self._began, self._batch.keys, self._batch.temperature
-            was_earlier = drafting.tokens.note(*batch, done, drafted, accepted, tokens, is_drawn)
+            was_pre_rolled = drafting.tokens.note(*batch, done, drafted, accepted, tokens, is_drawn)
         fed = int(compat.row_starts(self._runner)[-1])
         is_decode = bool(is_drawn.all()) and fed == len(drafted) + int(drafted.sum())
-        drafting.record(drafted, accepted, is_drawn, is_decode, was_earlier)
+        drafting.record(drafted, accepted, is_drawn, is_decode, was_pre_rolled)
 
     def _began(self, request: str) -> Began:
         *_, prompt_id, start = self._arguments_of(request)
         tokens = compat.prompt_tokens(self._runner, request)
         end, limit = len(tokens) - start, start + compat.max_tokens(self._runner, request)
-        earlier = compat.extra_args(self._runner, request).get(EARLIER, [])
-        return Began(tokens[:end], tokens[end:], prompt_id, limit, earlier)
+        pre_rolled = compat.extra_args(self._runner, request).get(PRE_ROLLED, [])
+        return Began(tokens[:end], tokens[end:], prompt_id, limit, pre_rolled)
 
     def _begin_proposal(self) -> int:
         assert self._drafting is not None

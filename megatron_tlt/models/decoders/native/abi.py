@@ -97,7 +97,7 @@ class TltDraft(Structure):
     """`TltDraft`."""
 
     _fields_ = [
-        *fields_of(c_int32, "rows slots catch_up width max_blocks num_blocks block_size depth"),
+        *fields_of(c_int32, "rows slots catch_up width max_blocks num_blocks block_size longest"),
         ("min_acceptance", c_float),
         *fields_of(c_void_p, "slot positions output_len block_tables keys temperature outputs wanted"),
         *fields_of(c_void_p, "synced first pages kv rates"),

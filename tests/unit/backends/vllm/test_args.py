@@ -62,7 +62,7 @@ def test_vllm_gets_the_longest_draft_of_every_drafter() -> None:
     assert speculative_config(rollout()) is None
     for drafter in ("none", "suffix"):
         config = speculative_config(rollout(drafter), takes_drafts=True) or {}
-        assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 31), "of earlier responses"
+        assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 31), "of pre-rolled responses"
     deep = replace(ModelConfig.from_hf(MODEL.path), num_layers=8)
     for drafter, method, made, longest in (
         ("suffix", "custom_class", None, 3),

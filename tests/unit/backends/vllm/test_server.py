@@ -70,11 +70,11 @@ class Talk:
         monkeypatch.setattr(server.adapter, "start_engine", lambda llm, records_routers: self.engine)
         monkeypatch.setattr(server.compat, "first_ranks", lambda order: order)
         self.starts: list[int] = []
-        self.earlier: list[list[int]] = []
+        self.pre_rolled: list[list[int]] = []
 
         def note(_: Any, extra: dict[str, Any]) -> None:
             self.starts.append(extra[server.ARGUMENT][-1])
-            self.earlier.append(extra[server.EARLIER])
+            self.pre_rolled.append(extra[server.PRE_ROLLED])
 
         monkeypatch.setattr(server.adapter, "vllm_sampling_params", note)
         self.folder, self.host = folder, server.VllmHost(self.responses.append)
@@ -142,7 +142,7 @@ def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
         await talk.start()
         talk.engine.endless = True
         talk.submit(1)
-        talk.submit(2, earlier=[7, 8])
+        talk.submit(2, pre_rolled=[7, 8])
         while talk.host.progress()["lengths"] != [2, 2]:
             await asyncio.sleep(0.01)
         talk.submit(3)
@@ -150,7 +150,7 @@ def test_what_is_aborted_is_answered_before_the_reply(talk: Talk) -> None:
         assert {a["id"]: a["finish_reason"] for a in talk.responses} == dict.fromkeys((1, 2, 3), "cancelled")
         drawn = {a["id"]: a["token_ids"] for a in talk.responses}
         assert drawn[1] == drawn[2] == [5] and drawn[3] in ([], [5])
-        assert talk.earlier[:2] == [[], [7, 8]]
+        assert talk.pre_rolled[:2] == [[], [7, 8]]
         await talk.host._stepping
         assert talk.host.in_flight == 0 and talk.engine.lengths == {}
 

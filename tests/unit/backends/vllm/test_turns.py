@@ -47,14 +47,14 @@ class EngineProcess:
         self.requests: list[dict[str, Any]] = []
         self.responses: list[dict[str, Any]] = []
         self.submitted: list[tuple[Any, ...]] = []
-        self.earlier: dict[tuple[int, int], list[int]] = {}  # that requests have brought
+        self.pre_rolled: dict[tuple[int, int], list[int]] = {}  # that requests have brought
         self.most = 0
 
     def send(self, message: dict[str, Any]) -> None:
         self.requests.append(message)
         self.submitted.append((message["key"], message["start"], message["token_ids"]))
-        if "earlier" in message:
-            self.earlier[message["prompt_id"], index_of(message)] = message["earlier"]
+        if "pre_rolled" in message:
+            self.pre_rolled[message["prompt_id"], index_of(message)] = message["pre_rolled"]
         self.most = max(self.most, len(self.requests))
 
     def call(self, kind: str, patience: float | None = None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafters.decoder import BUCKETS, DEPTHS, DraftingRows
+from megatron_tlt.drafters.decoder import BUCKETS, POSITIONS, DraftingRows
 from megatron_tlt.drafters.dspark.config import BlockConfig, spread_layers
 from megatron_tlt.drafters.dspark.decoder import TorchBlock
 from megatron_tlt.drafters.dspark.kind import DSparkKind
@@ -65,7 +65,7 @@ def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
     rows.feed(0, 1, 20)
     rows.feed(1, 1, 100)
     rows.feed(1, 100, 110)
-    rates = np.linspace(0.95, 0.6, DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS)
+    rates = np.linspace(0.95, 0.6, POSITIONS * BUCKETS, dtype=np.float32).reshape(POSITIONS, BUCKETS)
     drafted = rows.draft([9, 2, 3, 0, 4], rates)
     assert drafted.counts.tolist() == [most, 2, 3, 0, min(4, most)]
     weights = random_weights(rows.drafter.config.policy), random_drafter(CONFIGS[name])
@@ -124,7 +124,7 @@ def test_the_step_brings_no_value_to_the_host(name: str, monkeypatch: pytest.Mon
     drafter.ops = drafter.ops._replace(best_candidates=candidates)
     tables, *columns = small
     rows = DraftingRows(*columns, tables, tables, np.zeros(4, np.uint64), np.zeros(4, np.float32), *columns[:2])
-    steps = drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, torch.empty(128, 64, device="meta"), 8).steps()
+    steps = drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, torch.empty(128, 64, device="meta")).steps()
     assert [key for key, _ in steps] == [("drafter", n) for n in (4, 2, 1)]
     for _, step in steps:
         step()

@@ -105,7 +105,7 @@ def on_meta(config: BlockConfig, most: int, monkeypatch: pytest.MonkeyPatch) -> 
     more = np.zeros(most, np.uint64), np.zeros(most, np.float32), column, column
     rows = DraftingRows(column, column, column, tables, tables, *more)
     pages = torch.empty(16, policy.state_size, dtype=torch.bfloat16, device="meta")
-    return drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, pages, 8)
+    return drafter.row_drafter(drafter.new_kv_cache(8, 16), rows, pages)
 
 
 @pytest.mark.nightly

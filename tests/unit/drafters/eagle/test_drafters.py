@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafters.decoder import BUCKETS, DEPTHS, DrafterDecoder
+from megatron_tlt.drafters.decoder import BUCKETS, POSITIONS, DrafterDecoder
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
@@ -84,7 +84,7 @@ def test_drafts_equal_plain_pytorch(kernels: str, name: str) -> None:
     rows.feed(0, 1, 20)
     rows.feed(1, 1, 500)
     rows.feed(1, 500, 510)
-    rates = np.linspace(0.95, 0.6, DEPTHS * BUCKETS, dtype=np.float32).reshape(DEPTHS, BUCKETS)
+    rates = np.linspace(0.95, 0.6, POSITIONS * BUCKETS, dtype=np.float32).reshape(POSITIONS, BUCKETS)
     drafted = rows.draft([9, 5, 3, 0, 4], rates)
     assert drafted.counts.tolist() == [9, 5, 3, 0, 4]
     check(drafted, rows, name, rates=rates)
@@ -133,7 +133,7 @@ def test_steps_that_no_chain_can_reach_are_not_taken(name: str) -> None:
     """With rates of a half, four tokens in a row are 1/16 likely: a limit of 0.1 ends every chain at the third."""
     eagle, taken = loaded(name, "torch"), list[object]()
     eagle.use_graphs(lambda key, step: (taken.append(key), step()))
-    rows, rates = rows_of(eagle, [40, 18]), np.full((DEPTHS, BUCKETS), 0.5, np.float32)
+    rows, rates = rows_of(eagle, [40, 18]), np.full((POSITIONS, BUCKETS), 0.5, np.float32)
     assert rows.draft(9, rates, 0.1).counts.tolist() == [3, 3]
     assert len(taken) == 3 and len(set(taken)) == 1
     assert taken[0] in [key for key, _ in rows.drafts.steps()], "a step that was captured at the start"
@@ -152,7 +152,7 @@ def test_only_the_last_missing_pairs_are_caught_up_with(kernels: str) -> None:
 @both
 def test_drafts_end_where_cumulative_acceptance_falls_too_low(kernels: str) -> None:
     eagle = loaded("qwen2", kernels)
-    rates = np.sort(np.random.default_rng(0).uniform(0.3, 1.0, (DEPTHS, BUCKETS)).astype(np.float32), axis=1)
+    rates = np.sort(np.random.default_rng(0).uniform(0.3, 1.0, (POSITIONS, BUCKETS)).astype(np.float32), axis=1)
     lengths, totals = list(range(5, 17)), []
     free = rows_of(eagle, lengths).draft(12, rates)
     for limit in (0.05, 0.3, 0.6, 0.95):
@@ -320,7 +320,7 @@ def test_native_refuses_what_it_cannot_read() -> None:
         rows.draft(2)
     wide = replace(rows.rows, outputs=rows.outputs.astype(np.int64))
     with pytest.raises(AssertionError, match="outputs"):
-        eagle.row_drafter(rows.kv, wide, rows.pages, 4)
+        eagle.row_drafter(rows.kv, wide, rows.pages)
     with pytest.raises(BackendError, match="block table"):
         rows.draft(50)
     rows.tables[0, 0] = rows.kv.num_blocks

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafters.decoder import BUCKETS, DEPTHS, DraftingRows, Pairs
+from megatron_tlt.drafters.decoder import BUCKETS, POSITIONS, DraftingRows, Pairs
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.drafters.eagle.pairs import PairLayout
@@ -79,8 +79,8 @@ def draft_from(eagle: TorchEagle, s: DraftSequence, base: int, prompt_len: int, 
         synced=one(last - 1),
         first=one(s.offset + 1),
     )
-    rates = np.ones((DEPTHS, BUCKETS), np.float32)
-    drafted = eagle.row_drafter(kv, rows, pages, 4).draft(one(STEPS), rates, 0.0)
+    rates = np.ones((POSITIONS, BUCKETS), np.float32)
+    drafted = eagle.row_drafter(kv, rows, pages).draft(one(STEPS), rates, 0.0)
     tokens: list[int] = drafted.tokens.tolist()
     return tokens
 

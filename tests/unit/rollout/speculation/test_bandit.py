@@ -12,8 +12,8 @@ from tests.helpers.spec_world import measured
 ARMS = [NO_DRAFT, *(DraftStrategy("trained", length) for length in (2, 4, 6))]
 
 
-def bandit(**kw):
-    return BucketedEpsilonGreedy(ARMS, (1, 3, 9), **kw)
+def bandit(epsilon=0.1):
+    return BucketedEpsilonGreedy(ARMS, (1, 3, 9), epsilon)
 
 
 def play(selector, running, seconds, rng=None, times=1):
@@ -58,7 +58,7 @@ def test_finds_the_best_arm_of_each_bucket():
 
 
 def test_follows_a_change_within_the_window():
-    selector, rng = bandit(window=20, decay=1.0), np.random.default_rng(0)
+    selector, rng = bandit(), np.random.default_rng(0)
     play(selector, 4, {**EQUAL, NAMES[1]: 0.6}, rng, 300)
     changed = {**EQUAL, NAMES[1]: 1.6}
     play(selector, 4, changed, rng, 200)
@@ -83,11 +83,15 @@ def test_reward_is_the_steps_own_tokens():
 
 
 def test_exploration_decays_with_the_steps_of_its_own_bucket():
-    selector = bandit(epsilon=0.4, decay=0.99)
+    selector = bandit(epsilon=0.4)
     play(selector, 4, EQUAL, times=100)
-    assert selector.epsilon(4) == pytest.approx(0.4 * 0.99**100)
+    assert selector.epsilon(4) == pytest.approx(0.4 * 0.995**100)
     assert selector.epsilon(1) == 0.4
-    explored = [name for name in play(bandit(epsilon=0.4, decay=1.0), 4, EQUAL, times=2000)[4:] if name != NAMES[0]]
+    names = []
+    for _ in range(2000):
+        names += play(selector, 4, EQUAL)
+        selector.policy_changed()
+    explored = [name for name in names if name != NAMES[0]]
     assert 0.25 * 2000 < len(explored) < 0.35 * 2000  # a quarter of the draws falls on the best arm
     assert set(explored) == set(NAMES[1:])
 

@@ -15,7 +15,7 @@ from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.rollout.batch import StepResult
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.rows import RunningRows
-from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRollouts
+from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST, PreRolledDrafter
 from megatron_tlt.rollout.speculation.step_costs import Expected, RowCosts
 from megatron_tlt.types import Prompt, SamplingParams, SpeculationStats
 from tests.helpers.engines import Job, Responses, generate_all, random_jobs, small_config, speculating_engine
@@ -35,7 +35,7 @@ class Place:
 
     def __init__(self, tokens: list[int], first: list[int], costs: RowCosts | None = None) -> None:
         self.rows = RunningRows(2, 16, 40, 1000, max_output=600)
-        self.source = PreRollouts(self.rows, 64, costs)
+        self.source = PreRolledDrafter(self.rows, 64, costs)
         self.source.begin({(0, 0): np.array(tokens, np.int32)})
         request = make_request(0, [1, 2], first)
         request.params = SamplingParams(max_tokens=500)

@@ -14,8 +14,8 @@ from megatron_tlt.rollout.batch import Batch, StepResult
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.speculation.bandit import BucketedEpsilonGreedy
 from megatron_tlt.rollout.speculation.cost_model_selector import CostModelSelector
-from megatron_tlt.rollout.speculation.pre_rollouts import PreRollouts
-from megatron_tlt.rollout.speculation.selector import StrategySelector
+from megatron_tlt.rollout.speculation.pre_rollouts import PreRolledDrafter
+from megatron_tlt.rollout.speculation.selector import FixedSelector, StrategySelector
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.rollout.speculation.verify import Accepted
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
@@ -34,7 +34,7 @@ class World:
         self.strategy = NO_DRAFT
         self.recorded: list[StepMeasurement] = []
         self.rows = RunningRows(4, 16, 4, 50, max_output=64)
-        parts = self, self, self.rows, reserve, TensorParallel(), PreRollouts(self.rows, 16, None)
+        parts = self, self, self.rows, reserve, TensorParallel(), PreRolledDrafter(self.rows, 16, None)
         self.speculator = Speculator(*parts, clock=lambda: self.now if self.clock_runs else 0.0)
         request = make_request(0, [1, 2], [3])
         request.params = SamplingParams(max_tokens=40)
@@ -105,6 +105,16 @@ def test_every_decoding_step_is_measured() -> None:
     assert drafted.longest == 3 and drafted.accepted.tolist() == [1, 0, 0]
 
 
+def test_a_drafter_is_not_asked_where_every_row_has_a_pre_rolled_draft() -> None:
+    world = World()
+    world.speculator.selector = FixedSelector(CHAIN)
+    world.speculator.begin({(0, 0): np.arange(3, 30, dtype=np.int32)})
+    world.speculator.pre_rollouts.start(world.rows.requests[0])
+    draft = world.speculator.propose(Batch(1))
+    assert draft is not None and draft.tokens.tolist() == list(range(4, 19))
+    assert world.syncs == 0
+
+
 def test_a_step_without_room_for_whole_drafts_says_how_long_they_could_be() -> None:
     """Longer ones would count as rejected."""
     world = World()
@@ -120,7 +130,8 @@ def test_a_step_without_blocks_for_whole_drafts_says_how_long_they_could_be() ->
 
 
 @pytest.mark.parametrize(
-    "selector", [CostModelSelector("suffix", 3), BucketedEpsilonGreedy([NO_DRAFT, DraftStrategy("suffix", 3)], [1])]
+    "selector",
+    [CostModelSelector("suffix", 3), BucketedEpsilonGreedy([NO_DRAFT, DraftStrategy("suffix", 3)], [1], 0.1)],
 )
 def test_steps_in_which_the_clock_has_not_moved_are_measured(selector: StrategySelector) -> None:
     """That of a thread may be coarse."""

@@ -159,7 +159,7 @@ static void *take(char **at, size_t bytes) {
 /* Lays the scratch out from `base` on; returns its end. */
 static char *lay_out(const TltEagle *e, const TltDraft *d, char *base, Scratch *c) {
     const TltModel *m = &e->model;
-    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->catch_up, drafted = b * (size_t)d->depth;
+    const size_t b = (size_t)d->rows, pairs = b * (size_t)d->catch_up, drafted = b * (size_t)d->longest;
     int32_t **by_pair[] = {&c->token, &c->position, &c->slot, &c->state};
     int32_t **by_row[] = {&c->row, &c->at, &c->next_token, &c->next_position, &c->next_slot, &c->identity, &c->visible};
     for (size_t i = 0; i < sizeof by_pair / sizeof *by_pair; i++) *by_pair[i] = take(&base, 4 * pairs);
@@ -190,7 +190,7 @@ static int32_t slot_of(const TltDraft *d, long row, long position) {
 /* Whether the positions up to `last`, and those that may be drafted behind it, are in the tables. */
 static int check_row(const TltModel *m, const TltDraft *d, long row, long last) {
     const long end = last + d->wanted[row] - 1; /* of the pairs that will be fed */
-    if (last < 1 || d->wanted[row] > d->depth) return TLT_BAD_SHAPE;
+    if (last < 1 || d->wanted[row] > d->longest) return TLT_BAD_SHAPE;
     if (end >= m->rope_len) return TLT_BAD_POSITION;
     if (end / d->block_size >= d->max_blocks) return TLT_BAD_BLOCK;
     for (long b = 0; b <= end / d->block_size; b++) {
@@ -238,8 +238,8 @@ static int bucket_of(float gap) {
 
 /* Whether a token is kept whose best candidates are `best`, at draft position l of a row, and drafted on from. */
 static int record(const TltDraft *d, const Scratch *c, long row, long l, const Best *best, int has_second) {
-    const long at = row * d->depth + l, depth = l < TLT_DEPTHS ? l : TLT_DEPTHS - 1;
-    const long feature = depth * TLT_BUCKETS + bucket_of(has_second ? best->score[0] - best->score[1] : INFINITY);
+    const long at = row * d->longest + l, position = l < TLT_POSITIONS ? l : TLT_POSITIONS - 1;
+    const long feature = position * TLT_BUCKETS + bucket_of(has_second ? best->score[0] - best->score[1] : INFINITY);
     const float acceptance = (l ? c->acceptance[at - 1] : 1.0f) * d->rates[feature];
     if (acceptance < d->min_acceptance) return 0;
     c->acceptance[at] = acceptance;
@@ -248,7 +248,7 @@ static int record(const TltDraft *d, const Scratch *c, long row, long l, const B
     d->counts[row] = (int32_t)l + 1;
     if (l + 1 == d->wanted[row]) return 0;
     /* Whatever the next gap: if even the best rate is too low, its pair need not be computed. */
-    const float *next = d->rates + (l + 1 < TLT_DEPTHS ? l + 1 : TLT_DEPTHS - 1) * TLT_BUCKETS;
+    const float *next = d->rates + (l + 1 < TLT_POSITIONS ? l + 1 : TLT_POSITIONS - 1) * TLT_BUCKETS;
     float most = next[0];
     for (int i = 1; i < TLT_BUCKETS; i++) most = next[i] > most ? next[i] : most;
     return acceptance * most >= d->min_acceptance;
@@ -311,9 +311,9 @@ static void step(EagleRun *g, const TltDraft *d, const Scratch *c) {
 static void flatten(TltDraft *d, const Scratch *c) {
     for (long row = 0, to = 0; row < d->rows; to += d->counts[row++]) {
         const size_t bytes = 4 * (size_t)d->counts[row];
-        memcpy(d->tokens + to, c->tokens + row * d->depth, bytes);
-        memcpy(d->feature + to, c->feature + row * d->depth, bytes);
-        memcpy(d->cumulative_acceptance + to, c->acceptance + row * d->depth, bytes);
+        memcpy(d->tokens + to, c->tokens + row * d->longest, bytes);
+        memcpy(d->feature + to, c->feature + row * d->longest, bytes);
+        memcpy(d->cumulative_acceptance + to, c->acceptance + row * d->longest, bytes);
     }
 }
 

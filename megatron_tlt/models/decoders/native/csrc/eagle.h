@@ -6,7 +6,7 @@
 
 #include "tlt.h"
 
-#define TLT_DEPTHS 8
+#define TLT_POSITIONS 8
 #define TLT_BUCKETS 32
 #define TLT_BUCKET_WIDTH 0.25f
 
@@ -27,10 +27,10 @@ typedef struct {
     num *kv;
 } TltPairs;
 
-/* Drafts for B rows (running requests). S slots: a request keeps its slot, rows are dense. D = depth is the longest draft,
- * C = catch_up, the most missing pairs of a row that are cached. The field order is repeated in abi.py. */
+/* Drafts for B rows (running requests). S slots: a request keeps its slot, rows are dense. D = longest: tokens of a
+ * draft at most. C = catch_up: missing pairs of a row that are cached, at most. The field order is repeated in abi.py. */
 typedef struct {
-    int32_t rows, slots, catch_up, width, max_blocks, num_blocks, block_size, depth;
+    int32_t rows, slots, catch_up, width, max_blocks, num_blocks, block_size, longest;
     float min_acceptance; /* a chain ends before a token whose cumulative acceptance (product of rates) is below */
     /* The rows, as the engine keeps them. */
     const int32_t *slot, *positions, *output_len, *block_tables; /* [B], [B] of the last token, [B], [B][max_blocks] */
@@ -41,7 +41,7 @@ typedef struct {
     int32_t *synced, *first; /* [S] last position whose pair is cached; first one that the drafter attends to */
     const num *pages;        /* [.][W] */
     num *kv;
-    const float *rates; /* [TLT_DEPTHS][TLT_BUCKETS] */
+    const float *rates; /* [TLT_POSITIONS][TLT_BUCKETS] */
     /* Out, of N drafted tokens row after row; room for B * D. */
     int32_t *counts;              /* [B] */
     int32_t *tokens, *feature;    /* [N] */
