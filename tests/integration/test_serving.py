@@ -79,9 +79,9 @@ def trained(config: DrafterConfig) -> DrafterModel:
     model.initialise(0)
     model.choose_vocabulary(head, counts)
     section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2)
-    trainer = DrafterTrainer(model, embed, head, section, temperature=1.0, rate=LearningRate(5e-3, 5, 60))
+    trainer = DrafterTrainer(model, section, temperature=1.0, rate=LearningRate(5e-3, 5, 60))
     for seed in range(60):
-        trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]))
+        trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]), (embed, head))
     return model
 
 

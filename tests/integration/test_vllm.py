@@ -211,9 +211,9 @@ def trained(
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
     model.start_fresh(0, weight_reader(path, config.policy), tables[1], counts)
     section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2)
-    trainer = DrafterTrainer(model, *tables, section, temperature=1.0, rate=LearningRate(5e-3, 4, 70))
+    trainer = DrafterTrainer(model, section, temperature=1.0, rate=LearningRate(5e-3, 4, 70))
     for seed in range(70):
-        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]))
+        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]), tables)
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 

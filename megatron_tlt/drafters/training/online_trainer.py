@@ -34,7 +34,6 @@ from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate, by_width
 from megatron_tlt.drafters.training.training_state import MEAN, STATE_NAMES, TrainingState
-from megatron_tlt.drafters.training.window import Window
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.observe.reduction import RankMetrics, sums
@@ -108,12 +107,8 @@ class OnlineDrafterTrainer(RunDrafter):
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
         self._awaits_vocabulary = fresh and model.config.reduced
         self._state = TrainingState(model, start, self._tp)
-        self.window = Window(self._state)
-        no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(
             model,
-            no_table,
-            no_table,
             section.model_copy(update={"draft_steps": self._draft_steps}),
             temperature,
             precision=precision,
@@ -124,6 +119,8 @@ class OnlineDrafterTrainer(RunDrafter):
         self._merge_seconds = 0.0  # of the last merge that changed the drafter, and of the exchange that followed
         self.has_failed = False  # this rank's training has
         self._is_training = True  # until a rank's has failed: on that rank at once, on the others with the next merge
+        self._tables: tuple[Tensor, Tensor] | None = None  # None: not read since the policy changed
+        self._close_window()
 
     @property
     def trained_steps(self) -> int:
@@ -192,7 +189,8 @@ class OnlineDrafterTrainer(RunDrafter):
             self.disable()
             raise
         # Own share only: the shares of a group's ranks add up to the tokens that their one drafter was trained on.
-        self.window.add(sum(s.num_bases for s in self._share(sample)), time.perf_counter() - started)
+        self.window_tokens += sum(s.num_bases for s in self._share(sample))
+        self._window_seconds += time.perf_counter() - started
         return metrics
 
     def disable(self) -> None:
@@ -222,14 +220,16 @@ class OnlineDrafterTrainer(RunDrafter):
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
-        if not self._trainer.has_policy:  # in a step's first micro-step
+        if self._tables is None:  # in a step's first micro-step
             assert self._read_tables is not None
-            self._trainer.set_policy(*self._read_tables())
+            self._tables = self._read_tables()
         try:  # nothing in here waits for another rank
             with _memory_errors(f"a drafter micro-step of {self._tokens} tokens"):
-                self.window.begin()
+                if not self.window_is_begun:
+                    self._state.remember()
+                    self.window_is_begun = True
                 if share:
-                    metrics |= self._trainer.backward(collate(share, self._device), counts)
+                    metrics |= self._trainer.backward(collate(share, self._device), self._tables, counts)
         except DrafterError as error:
             failure = error
         if self._tp.size > 1:
@@ -267,10 +267,10 @@ class OnlineDrafterTrainer(RunDrafter):
         """
         if self._awaits_vocabulary:
             self._choose_vocabulary()
-        state, window, ranks = self._state, self.window, self._ranks
-        is_broken = window.is_begun and not state.is_finite()
-        counts = (window.tokens, state.steps, self.has_failed, is_broken, *self._covered())
-        row = [*map(float, counts), window.seconds, self._merge_seconds]
+        state, ranks = self._state, self._ranks
+        is_broken = self.window_is_begun and not state.is_finite()
+        counts = (self.window_tokens, state.steps, self.has_failed, is_broken, *self._covered())
+        row = [*map(float, counts), self._window_seconds, self._merge_seconds]
         table = torch.zeros(ranks.size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
         table[ranks.rank] = torch.tensor(row, dtype=torch.float64)
         ranks.all_reduce(table)
@@ -292,8 +292,9 @@ class OnlineDrafterTrainer(RunDrafter):
                 state.steps = max(steps)
                 self.version += 1
                 self._merge_seconds = time.perf_counter() - started
-            window.close()
-        self._free()
+            self._close_window()
+        else:
+            self._free()
         return {
             "drafter/version": float(self.version),
             "drafter/disabled": float(num_failed),
@@ -303,7 +304,13 @@ class OnlineDrafterTrainer(RunDrafter):
     def _free(self) -> None:
         """Frees what only micro-steps need: gradients, and the tables of a policy that is updated next."""
         self._state.free_gradients()
-        self._trainer.drop_policy()
+        self._tables = None
+
+    def _close_window(self) -> None:
+        """The state is what the next window begins with."""
+        self.window_is_begun = False  # else the state was copied, for a failure to take the window back
+        self.window_tokens, self._window_seconds = 0, 0.0  # trained on, and in micro-steps, by this rank
+        self._free()
 
     def _choose_vocabulary(self) -> None:
         """The vocabulary becomes the most frequent tokens of the step's responses of all ranks, if there are any."""
@@ -324,8 +331,9 @@ class OnlineDrafterTrainer(RunDrafter):
 
     def drop_window(self) -> None:
         """This rank's drafter is again what it was when the window began."""
-        self.window.take_back()
-        self._free()
+        if self.window_is_begun:
+            self._state.restore()
+        self._close_window()
 
     def unpublished(self) -> tuple[Mapping[str, Tensor], int] | None:
         return (self.weights(), self.version) if self.version != self._published else None
@@ -376,8 +384,7 @@ class OnlineDrafterTrainer(RunDrafter):
                 raise CheckpointError(f"the drafter's state is of another draft vocabulary ({name})")
         self._state.load(state)
         self.version, self._published = int(state["version"]), None
-        self.window.close()
-        self._free()
+        self._close_window()
 
 
 @contextmanager

@@ -53,8 +53,6 @@ class DrafterTrainer:
     def __init__(
         self,
         model: DrafterModel,
-        embed: Tensor,
-        head: Tensor,
         section: DrafterSection,
         temperature: float = 1.0,
         average: Callable[[list[Tensor]], None] | None = None,
@@ -62,9 +60,7 @@ class DrafterTrainer:
         state: TrainingState | None = None,
         rate: LearningRate | None = None,
     ):
-        """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
-
-        `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
+        """`average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
         inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. `rate`:
         by default that of a training of `section.num_steps` steps. A gradient is clipped to norm 1; of a drafter whose
         loss is a mean over drafted positions and not their sum, to a part of it by their number.
@@ -72,7 +68,6 @@ class DrafterTrainer:
         self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
-        self.set_policy(embed, head)
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
         if rate is None:
             rate = LearningRate(by_width(model, _WIDTH) * section.lr, _WARMUP, section.num_steps)
@@ -83,31 +78,22 @@ class DrafterTrainer:
         """Optimizer steps behind the present weights."""
         return self.state.steps
 
-    def set_policy(self, embed: Tensor, head: Tensor) -> None:
-        """Sets the embedding and LM head [V, H] through which the next batches are read."""
-        self.embed, self.head = embed, head
-
-    def drop_policy(self) -> None:
-        """Lets the policy's tables go, until the next `set_policy`."""
-        self.embed = self.head = self.head.new_empty(0, 0)
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether there are tables to read batches through."""
-        return self.head.numel() > 0
-
-    def step(self, batch: DraftBatch) -> dict[str, float]:
-        """One optimizer step on one batch. Returns metrics. Mutates weights and optimizer.
+    def step(self, batch: DraftBatch, tables: tuple[Tensor, Tensor]) -> dict[str, float]:
+        """One optimizer step on one batch; `tables` as in `backward`. Returns metrics. Mutates weights and optimizer.
 
         Raises DrafterError, and leaves weights and optimizer alone, if the gradient is not finite.
         """
-        metrics = self.backward(batch)
+        metrics = self.backward(batch, tables)
         if self._average is not None:
             self._average([p.grad for p in self.model.parameters() if p.grad is not None])
         return metrics | self.apply()
 
-    def backward(self, batch: DraftBatch, counts: Sequence[int] | None = None) -> dict[str, float]:
+    def backward(
+        self, batch: DraftBatch, tables: tuple[Tensor, Tensor], counts: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Sets the parameters' `grad` to the loss's gradient; returns loss and parts. Weights stay as they are.
+
+        `tables`: the policy's embedding and LM head [V, H], on the model's device.
 
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
         shares add up to those of the larger batch.
@@ -117,7 +103,7 @@ class DrafterTrainer:
         needs_cast = next(self.model.parameters()).dtype != dtype
         forward = self._forward(device, dtype if needs_cast else None)
         section, steps = self._section, self._section.drafted(self.kind.facts)
-        given = LossInputs(batch, self.embed, self.head, steps, section.hidden_weight, self._temperature, counts)
+        given = LossInputs(batch, *tables, steps, section.hidden_weight, self._temperature, counts)
         self.model.trained_steps = self.trained_steps
         loss, parts = self.kind.loss(self.model, given, forward)
         self.state.free_gradients()

@@ -33,7 +33,7 @@ def merge(world: World) -> None:
     for steps in [*windows, [0] * world.size, windows[0]]:
         for _ in range(steps[world.rank]):
             t.train_step()
-        parts = world.all_gather_object((t.window.tokens, everything(t), t.trained_steps))
+        parts = world.all_gather_object((t.window_tokens, everything(t), t.trained_steps))
         before = everything(t)
         report = t.merge_replicas()
         total = sum(tokens for tokens, _, _ in parts)
@@ -61,7 +61,7 @@ def fail(world: World, t) -> None:
     if world.rank == last:
         t.disable()
         assert torch.equal(everything(t), begun)
-    parts = world.all_gather_object((t.window.tokens, everything(t)))
+    parts = world.all_gather_object((t.window_tokens, everything(t)))
     assert t.merge_replicas()["drafter/disabled"] == 1
     total = sum(tokens for tokens, _ in parts)
     if total:
@@ -100,7 +100,7 @@ def group(world: World) -> None:
         for name, value in a.items():
             assert abs(value - b[name]) <= 1e-5 * max(1.0, abs(b[name])), (name, value, b[name])
     torch.testing.assert_close(everything(together), everything(single), atol=2e-6, rtol=0)  # lr is 1e-3
-    shares, tokens = zip(*world.all_gather_object((together.window.tokens, single.window.tokens)), strict=True)
+    shares, tokens = zip(*world.all_gather_object((together.window_tokens, single.window_tokens)), strict=True)
     together.merge_replicas()
     assert sum(shares) == sum(tokens[::2]), "shares of a group add up to its sample"
     assert_same(world, everything(together))

@@ -114,7 +114,7 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
     """A rank's share stands for its bases: with one anchor at each base the sum of shares is the loss of the whole."""
     config = replace(CONFIGS["dspark"], block_size=2)
     sequences = [random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (34, 2))]
-    t = DrafterTrainer(BlockModel(config), *TABLES, DrafterSection(draft_steps=2))
+    t = DrafterTrainer(BlockModel(config), DrafterSection(draft_steps=2))
     t.model.load_full(random_drafter(config).items())
     layout, drawn = PairLayout(collate(sequences)), []
     for step in range(20):
@@ -195,10 +195,10 @@ def overfitted(name: str) -> BlockModel:
     model = BlockModel(CONFIGS[name])
     model.initialise(1)
     section = DrafterSection(draft_steps=6, lr=8e-3, num_steps=80)
-    t = DrafterTrainer(model, *TABLES, section)
+    t = DrafterTrainer(model, section)
     batch = collate([DraftSequence.of(text(model.config))])
     for _ in range(section.num_steps):
-        t.step(batch)
+        t.step(batch, TABLES)
     return model
 
 
