@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafters.checkpoint import drafter_entries
@@ -32,7 +33,7 @@ from megatron_tlt.drafters.training.buffer import HiddenStateBuffer
 from megatron_tlt.drafters.training.fp8 import use_fp8
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
-from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate, by_width
+from megatron_tlt.drafters.training.trainer import DrafterTrainer, by_width
 from megatron_tlt.drafters.training.training_state import MEAN, STATE_NAMES, TrainingState
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.decoders.base import DTYPES
@@ -113,7 +114,7 @@ class OnlineDrafterTrainer(RunDrafter):
             temperature,
             precision=precision,
             state=self._state,
-            rate=LearningRate(by_width(model, _WIDTH) * online.lr, _WARMUP),
+            rate=OptimizerSection(lr=by_width(model, _WIDTH) * online.lr, warmup_steps=_WARMUP, schedule="constant"),
         )
         self.version = 0  # merges that changed the drafter
         self._merge_seconds = 0.0  # of the last merge that changed the drafter, and of the exchange that followed

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.model import DraftBatch, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
@@ -22,24 +23,6 @@ _CLIP = 1.0  # gradient norm to clip to
 _WARMUP = 20  # optimizer steps of linear warm-up
 _WIDTH = 576  # hidden size up to which the learning rate is taken as it is
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """The rate of optimizer steps: linear warm-up, then a cosine to 0 in `num_steps`; where that is None, the peak."""
-
-    peak: float
-    warmup: int
-    num_steps: int | None = None
-
-    def at(self, step: int) -> float:
-        """The rate of step `step` (0-based)."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        if self.num_steps is None:
-            return self.peak
-        done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
-        return self.peak * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def by_width(model: DrafterModel, width: int) -> float:
@@ -58,20 +41,20 @@ class DrafterTrainer:
         average: Callable[[list[Tensor]], None] | None = None,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         state: TrainingState | None = None,
-        rate: LearningRate | None = None,
+        rate: OptimizerSection | None = None,
     ):
         """`average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
-        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. `rate`:
-        by default that of a training of `section.num_steps` steps. A gradient is clipped to norm 1; of a drafter whose
-        loss is a mean over drafted positions and not their sum, to a part of it by their number.
+        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. Of
+        `rate` only the learning rate is taken, and its schedule, which ends after `section.num_steps`. A gradient is
+        clipped to norm 1; of a drafter whose loss is a mean over drafted positions and not their sum, to a part of it
+        by their number.
         """
         self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
-        if rate is None:
-            rate = LearningRate(by_width(model, _WIDTH) * section.lr, _WARMUP, section.num_steps)
-        self.rate = rate
+        peak = by_width(model, _WIDTH) * section.lr
+        self.rate = rate or OptimizerSection(lr=peak, warmup_steps=_WARMUP, schedule="cosine")
 
     @property
     def trained_steps(self) -> int:
@@ -130,6 +113,6 @@ class DrafterTrainer:
             self.state.free_gradients()
             raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps + 1}")
         limit = _CLIP / self.model.averaged_positions
-        rate = lr_factor * self.rate.at(self.trained_steps)
+        rate = lr_factor * learning_rate(self.rate, self.trained_steps, self._section.num_steps)
         self.state.step(rate, torch.clamp(limit / (norm + _NORM_EPS), max=1.0))
         return {"grad_norm": size, "lr": rate}

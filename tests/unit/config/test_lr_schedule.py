@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_tlt.actor.lr_schedule import learning_rate
+from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.config.actor import OptimizerSection
 
 LINEAR = {"schedule": "linear", "min_lr": 0.2, "warmup_steps": 2}  # of 10 steps
