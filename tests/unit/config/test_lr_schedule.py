@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.config.actor import OptimizerSection
+from megatron_tlt.config.lr_schedule import learning_rate
 
 LINEAR = {"schedule": "linear", "min_lr": 0.2, "warmup_steps": 2}  # of 10 steps
 COSINE = {"schedule": "cosine"}
