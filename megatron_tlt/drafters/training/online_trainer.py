@@ -309,7 +309,7 @@ class OnlineDrafterTrainer(RunDrafter):
 
     def _close_window(self) -> None:
         """The state is what the next window begins with."""
-        self.window_is_begun = False  # else the state was copied, for a failure to take the window back
+        self.window_is_begun: bool = False  # else the state was copied, for a failure to take the window back
         self.window_tokens, self._window_seconds = 0, 0.0  # trained on, and in micro-steps, by this rank
         self._free()
 
