@@ -199,6 +199,12 @@ class OnlineDrafterTrainer(RunDrafter):
         self.has_failed, self._is_training = True, False
         self.drop_window()
 
+    def _close_window(self) -> None:
+        """The state is what the next window begins with."""
+        self.window_is_begun = False  # else the state was copied, for a failure to take the window back
+        self.window_tokens, self._window_seconds = 0, 0.0  # trained on, and in micro-steps, by this rank
+        self._free()
+
     def _share(self, sample: list[DraftSequence]) -> list[DraftSequence]:
         return sample[self._tp.rank :: self._tp.size]
 
@@ -306,12 +312,6 @@ class OnlineDrafterTrainer(RunDrafter):
         """Frees what only micro-steps need: gradients, and the tables of a policy that is updated next."""
         self._state.free_gradients()
         self._tables = None
-
-    def _close_window(self) -> None:
-        """The state is what the next window begins with."""
-        self.window_is_begun: bool = False  # else the state was copied, for a failure to take the window back
-        self.window_tokens, self._window_seconds = 0, 0.0  # trained on, and in micro-steps, by this rank
-        self._free()
 
     def _choose_vocabulary(self) -> None:
         """The vocabulary becomes the most frequent tokens of the step's responses of all ranks, if there are any."""
