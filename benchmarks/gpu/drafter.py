@@ -73,16 +73,16 @@ def measure(
     if mode != "off":
         precision = use_fp8(model, check.device)
     section = DrafterSection(dtype="bf16" if check.is_cuda else "fp32", draft_steps=1)
-    trainer = DrafterTrainer(model, head, head, section, precision=precision)
+    trainer = DrafterTrainer(model, section, precision=precision)
     batch = collate(sequences)
-    trainer.backward(batch)
+    trainer.backward(batch, (head, head))
     weight = dict(model.named_parameters())["layer.self_attn.o_proj.weight"]
     assert weight.grad is not None
     gradient = weight.grad.float().clone()
     if check.is_cuda:
         torch.cuda.reset_peak_memory_stats(check.device)
     before = torch.cuda.memory_allocated(check.device) if check.is_cuda else 0
-    taken = check.seconds(lambda: trainer.step(batch), repeats=3 if check.smoke else 10)
+    taken = check.seconds(lambda: trainer.step(batch, (head, head)), repeats=3 if check.smoke else 10)
     peak = torch.cuda.max_memory_allocated(check.device) - before if check.is_cuda else 0
     count = sum(len(s.token_ids) for s in sequences)
     row = {"fp8": mode, "tokens": count, "ms": 1e3 * statistics.median(taken), "min_ms": 1e3 * min(taken)}

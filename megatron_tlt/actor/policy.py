@@ -37,7 +37,6 @@ from megatron_tlt.actor.compat import HAS_CUDA, cpu_as_cuda, current_device
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hidden_states import ForwardStateCollector, Sink
 from megatron_tlt.actor.lora import factor_reader, finalize_gradients
-from megatron_tlt.actor.lr_schedule import learning_rate
 from megatron_tlt.actor.metrics import merge, per_token, reduce_over_world
 from megatron_tlt.actor.microbatch import (
     MicroBatch,
@@ -63,6 +62,7 @@ from megatron_tlt.actor.train_step import PolicyLoss, Scored, accumulate_gradien
 from megatron_tlt.actor.weights import load_weights, named_tensors, value_of
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError

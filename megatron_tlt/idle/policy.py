@@ -23,14 +23,12 @@ _FADE = 0.9  # from one window to the next: ten windows count, as lengths and sp
 
 
 class Action(IntEnum):
-    """The next action of an idle rank. Ordered: of several proposals in a tensor-parallel group the highest counts."""
+    """The next action of an idle rank. Ordered: the ranks of a tensor-parallel group take the highest proposal."""
 
     WAIT = 0
     TRAIN = 1
     PRE_ROLL = 2
     STOP = 3
-    DISABLE = 4
-    """Training has failed on a rank of the group; `decide` never returns this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +41,6 @@ class IdleView:
     """Sequences to train on."""
     is_over: bool = False
     """Every rank is done."""
-    is_disabled: bool = False
-    """Training has failed in this run."""
     steps: int = 0
     """Micro-steps of this window."""
     step_seconds: float = 0.0
@@ -92,7 +88,7 @@ def decide(section: IdleSection, view: IdleView) -> Action:
     Where prompts are left to pre-roll: TRAIN until that has had its share of the idle time, if the usual wait is
     long enough; then PRE_ROLL, which ends within a decoding step of the wait.
     """
-    trains = section.train_drafter and not view.is_disabled and view.samples_available > 0
+    trains = section.train_drafter and view.samples_available > 0
     if view.steps < section.min_steps_per_window and trains:
         return Action.TRAIN
     if view.is_over:

@@ -93,11 +93,9 @@ class IdleWindow:
         poll.
         """
         self.coordinator, self._section = coordinator, section
-        self.disabled_reason: str | None = None
         self._is_group_leader, self._agree = is_group_leader, agree
         self._num_samples, self._on_span, self._on_poll = num_samples, on_span, on_poll
         self._clock, self._sleep, self._wall = clock, sleep, wall
-        self._failure: str | None = None
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)  # of the last micro-steps
         self._is_warm = False  # whether there was one: the first builds and allocates much, and is no measure
         self._recent = RecentWindows()
@@ -109,15 +107,10 @@ class IdleWindow:
         self._began_at = self._wall()
         self._sums = _Sums()
 
-    def disable(self, reason: str) -> None:
-        """Turns training off for the rest of the run. A second call does nothing."""
-        self.disabled_reason = self.disabled_reason or reason
-
     def run(self, step_fn: StepFn, pre_roll: PreRoll | None = None) -> WindowReport:
         """Trains, pre-rolls once or sleeps until every rank is done. After `begin`, without a request left.
 
-        A DrafterError of `step_fn` turns training off, here and on the other ranks of the group; any other error
-        passes through.
+        A DrafterError of `step_fn` is logged: `step_fn` must return None from then on. Any other error passes through.
         """
         sums = self._sums
         sums.idle_since = self._clock()
@@ -137,8 +130,6 @@ class IdleWindow:
                 sums.can_pre_roll = False
                 sums.pre_rolled_tokens += pre_roll(self._is_over)
                 continue
-            if action is Action.DISABLE:
-                self._disable_group()
             self._tracker.to(RankState.IDLE)
             self._sleep(POLL_S)
         while not self.coordinator.test_done():  # it is over: the barrier's last rounds
@@ -158,8 +149,6 @@ class IdleWindow:
         action, done = self._agreed(view), sums.steps
         if action is Action.TRAIN:
             self._train_one(step_fn, sums)
-        elif action is Action.DISABLE:
-            self._disable_group()
         return sums.steps > done
 
     def _is_over(self) -> bool:
@@ -175,18 +164,7 @@ class IdleWindow:
 
     def _agreed(self, view: IdleView) -> Action:
         """The group's next action. Collective among the group."""
-        proposal = Action.WAIT
-        if self._failure is not None and self.disabled_reason is None:
-            proposal = Action.DISABLE
-        elif self._is_group_leader:
-            proposal = decide(self._section, view)
-        return Action(self._agree(proposal))
-
-    def _disable_group(self) -> None:
-        """Training has failed on a rank of the group: that rank logs the warning."""
-        if self._failure is not None:
-            _log.warning("drafter training is off for the rest of the run: %s", self._failure)
-        self.disable(self._failure or "training failed on another rank of this replica")
+        return Action(self._agree(decide(self._section, view) if self._is_group_leader else Action.WAIT))
 
     def _show_state(self) -> None:
         if self._on_poll is not None:
@@ -197,7 +175,6 @@ class IdleWindow:
         return IdleView(
             seconds_idle=seconds_idle,
             is_over=self.coordinator.is_over,
-            is_disabled=self.disabled_reason is not None,
             # An idle replica gets no new samples: without any, none come before the window ends.
             samples_available=0 if sums.has_no_samples else self._num_samples(),
             steps=sums.steps - sums.parked_steps,
@@ -212,8 +189,8 @@ class IdleWindow:
         try:
             metrics = step_fn()
         except DrafterError as error:
-            self._failure = str(error)
-            return
+            _log.warning("drafter training is off for the rest of the run: %s", error)
+            metrics = None
         seconds = self._clock() - started
         if metrics is None:
             sums.has_no_samples = True

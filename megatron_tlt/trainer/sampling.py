@@ -145,8 +145,6 @@ class GroupSampler:
 
         Raises GracefulExit if a signal cut any rank's rollout short.
         """
-        if self.drafter.disabled_reason is not None:
-            self.idle_window.disable(self.drafter.disabled_reason)
         pre_rollouts = self.pre_rollouts
         pre_roll = None if pre_rollouts is None else pre_rollouts.open(step)
         self.idle_window.begin()

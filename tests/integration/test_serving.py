@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.backends.vllm.launch import _ENGINE, find_python
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.engine_process import VllmSection
@@ -23,7 +24,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import SamplingParams
@@ -79,9 +80,10 @@ def trained(config: DrafterConfig) -> DrafterModel:
     model.initialise(0)
     model.choose_vocabulary(head, counts)
     section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2)
-    trainer = DrafterTrainer(model, embed, head, section, temperature=1.0, rate=LearningRate(5e-3, 5, 60))
+    rate = OptimizerSection(lr=5e-3, warmup_steps=5, schedule="cosine")
+    trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
     for seed in range(60):
-        trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]))
+        trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]), (embed, head))
     return model
 
 

@@ -20,6 +20,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DrafterName
@@ -34,7 +35,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
@@ -211,9 +212,10 @@ def trained(
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
     model.start_fresh(0, weight_reader(path, config.policy), tables[1], counts)
     section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2)
-    trainer = DrafterTrainer(model, *tables, section, temperature=1.0, rate=LearningRate(5e-3, 4, 70))
+    rate = OptimizerSection(lr=5e-3, warmup_steps=4, schedule="cosine")
+    trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
     for seed in range(70):
-        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]))
+        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]), tables)
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 

@@ -17,12 +17,12 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafters.checkpoint import drafter_entries
@@ -33,9 +33,8 @@ from megatron_tlt.drafters.training.buffer import HiddenStateBuffer
 from megatron_tlt.drafters.training.fp8 import use_fp8
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
-from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate, by_width
+from megatron_tlt.drafters.training.trainer import DrafterTrainer, by_width
 from megatron_tlt.drafters.training.training_state import MEAN, STATE_NAMES, TrainingState
-from megatron_tlt.drafters.training.window import Window
 from megatron_tlt.errors import CheckpointError, DrafterError
 from megatron_tlt.models.decoders.base import DTYPES
 from megatron_tlt.observe.reduction import RankMetrics, sums
@@ -59,21 +58,10 @@ _MEAN_START = 9  # of an untrained drafter it is 0.1 after the first step, 0.9 a
 _MAX_AGE = 8
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """The same on every rank."""
-
-    tokens: tuple[int, ...]  # by rank, trained on since the last merge
-    disabled: tuple[int, ...]  # ranks whose training had failed before
-    rolled_back: bool  # a replica's drafter was not finite: training is over on all ranks
-    covered: int  # tokens of the step's responses that are in the drafter's vocabulary
-    drawn: int  # all tokens of these responses
-
-
 class OnlineDrafterTrainer(RunDrafter):
     """One rank's drafter in training. Between merges replicas differ; the ranks of a tensor-parallel group never do.
 
-    A rank that fails goes back to where the window began, contributes nothing, and trains no more.
+    A rank that fails goes back to where the window began and contributes nothing; from the next merge on none trains.
     """
 
     def __init__(
@@ -120,21 +108,20 @@ class OnlineDrafterTrainer(RunDrafter):
         self._vocabulary = dict(model.named_buffers())  # of a reduced one; never trained
         self._awaits_vocabulary = fresh and model.config.reduced
         self._state = TrainingState(model, start, self._tp)
-        self.window = Window(self._state)
-        no_table = torch.empty(0, 0, device=self._device)
         self._trainer = DrafterTrainer(
             model,
-            no_table,
-            no_table,
             section.model_copy(update={"draft_steps": self._draft_steps}),
             temperature,
             precision=precision,
             state=self._state,
-            rate=LearningRate(by_width(model, _WIDTH) * online.lr, _WARMUP),
+            rate=OptimizerSection(lr=by_width(model, _WIDTH) * online.lr, warmup_steps=_WARMUP, schedule="constant"),
         )
         self.version = 0  # merges that changed the drafter
         self._merge_seconds = 0.0  # of the last merge that changed the drafter, and of the exchange that followed
-        self.failure: str | None = None  # why this rank trains no more; `disabled_reason`: why none does
+        self.has_failed = False  # this rank's training has
+        self._is_training = True  # until a rank's has failed: on that rank at once, on the others with the next merge
+        self._tables: tuple[Tensor, Tensor] | None = None  # None: not read since the policy changed
+        self._close_window()
 
     @property
     def trained_steps(self) -> int:
@@ -164,11 +151,6 @@ class OnlineDrafterTrainer(RunDrafter):
             backend.collect_hidden_states(None)
             self.buffer.drop_offered()
 
-    @property
-    def _is_training(self) -> bool:
-        """Whether the drafter trains: a failure on any rank ends that on all of them."""
-        return self.failure is None and self.disabled_reason is None
-
     def num_samples(self) -> int:
         return len(self.buffer)
 
@@ -196,7 +178,7 @@ class OnlineDrafterTrainer(RunDrafter):
         drafter is then what it was when the window began, and `train_step` returns None from then on. Memory that runs
         out in the optimizer step of several ranks, whose collectives the others wait in, is raised as it is.
         """
-        if self.failure is not None or self._read_tables is None or self._awaits_vocabulary:
+        if not self._is_training or self._read_tables is None or self._awaits_vocabulary:
             return None
         sample = self.buffer.sample(self._tokens * self._tp.size)
         if sample is None:
@@ -204,17 +186,24 @@ class OnlineDrafterTrainer(RunDrafter):
         started = time.perf_counter()
         try:
             metrics = self._learn(sample)
-        except DrafterError as error:
-            self.disable(str(error))
+        except DrafterError:
+            self.disable()
             raise
         # Own share only: the shares of a group's ranks add up to the tokens that their one drafter was trained on.
-        self.window.add(sum(s.num_bases for s in self._share(sample)), time.perf_counter() - started)
+        self.window_tokens += sum(s.num_bases for s in self._share(sample))
+        self._window_seconds += time.perf_counter() - started
         return metrics
 
-    def disable(self, reason: str) -> None:
+    def disable(self) -> None:
         """Ends training on this rank: the drafter is again what it was when the window began."""
-        self.failure = reason
+        self.has_failed, self._is_training = True, False
         self.drop_window()
+
+    def _close_window(self) -> None:
+        """The state is what the next window begins with."""
+        self.window_is_begun = False  # else the state was copied, for a failure to take the window back
+        self.window_tokens, self._window_seconds = 0, 0.0  # trained on, and in micro-steps, by this rank
+        self._free()
 
     def _share(self, sample: list[DraftSequence]) -> list[DraftSequence]:
         return sample[self._tp.rank :: self._tp.size]
@@ -238,14 +227,16 @@ class OnlineDrafterTrainer(RunDrafter):
         metrics: dict[str, float] = dict.fromkeys(names, 0.0)
         failure: DrafterError | None = None
         self._state.free_gradients()
-        if not self._trainer.has_policy:  # in a step's first micro-step
+        if self._tables is None:  # in a step's first micro-step
             assert self._read_tables is not None
-            self._trainer.set_policy(*self._read_tables())
+            self._tables = self._read_tables()
         try:  # nothing in here waits for another rank
             with _memory_errors(f"a drafter micro-step of {self._tokens} tokens"):
-                self.window.begin()
+                if not self.window_is_begun:
+                    self._state.remember()
+                    self.window_is_begun = True
                 if share:
-                    metrics |= self._trainer.backward(collate(share, self._device), counts)
+                    metrics |= self._trainer.backward(collate(share, self._device), self._tables, counts)
         except DrafterError as error:
             failure = error
         if self._tp.size > 1:
@@ -262,69 +253,65 @@ class OnlineDrafterTrainer(RunDrafter):
     # -- between windows ------------------------------------------------------------------------------------
 
     def merge(self, at_once: bool = True) -> dict[str, float]:
-        """`merge_replicas`; with a merge that changes the drafter replicas exchange hidden states. Collective. Returns
-        metrics.
-        """
+        """`merge_replicas`; with a merge that changes the drafter replicas exchange hidden states. Collective."""
         version = self.version
-        report = self.merge_replicas(at_once)
-        if (report.rolled_back or report.disabled) and self.disabled_reason is None:
-            self.disabled_reason = self.failure or f"training failed on ranks {report.disabled}"
-            if report.rolled_back and self._ranks.rank == 0:  # a rank's own failure has been logged by that rank
-                _log.warning("drafter training is off for the rest of the run: %s", self.disabled_reason)
+        metrics = self.merge_replicas(at_once)
         if self._world is not None and self._is_training and self.version != version:
             started = time.perf_counter()
             self._sharing.exchange(self._world, self.buffer, self.version)
             self._merge_seconds += time.perf_counter() - started
-        return {
-            "drafter/version": float(self.version),
-            "drafter/disabled": float(self._ranks.size if report.rolled_back else len(report.disabled)),
-            **({"drafter/coverage": report.covered / report.drawn} if report.drawn else {}),
-        }
+        return metrics
 
-    def merge_replicas(self, at_once: bool = True) -> MergeReport:
+    def merge_replicas(self, at_once: bool = True) -> dict[str, float]:
         """Makes one drafter of all ranks' again: all of the state is means, weighted by the tokens trained on.
 
         Without `at_once` it is put off, and the window goes on, where it would cost too much for so little training
         (`drafter.online.merge_share`), by the seconds that merges took before.
 
         Collective, with one all-reduce if no rank trained, and then nothing changes. Afterwards all ranks hold the same
-        bits. If the drafter of a replica that trained is not finite, all ranks go back to where the window began and
-        train no more.
+        bits. If the drafter of a replica that trained is not finite, all ranks go back to where the window began. Then,
+        and where a rank has failed, none trains any more. Returns metrics, the same on every rank.
         """
         if self._awaits_vocabulary:
             self._choose_vocabulary()
-        state, window, ranks = self._state, self.window, self._ranks
-        is_broken = window.is_begun and not state.is_finite()
-        counts = (window.tokens, state.steps, self.failure is not None, is_broken, *self._covered())
-        row = [*map(float, counts), window.seconds, self._merge_seconds]
+        state, ranks = self._state, self._ranks
+        is_broken = self.window_is_begun and not state.is_finite()
+        counts = (self.window_tokens, state.steps, self.has_failed, is_broken, *self._covered())
+        row = [*map(float, counts), self._window_seconds, self._merge_seconds]
         table = torch.zeros(ranks.size, len(row), dtype=torch.float64, device=self._device)  # each rank fills its row
         table[ranks.rank] = torch.tensor(row, dtype=torch.float64)
         ranks.all_reduce(table)
         *columns, training, merging = table.T.tolist()
-        tokens, steps, disabled, broken, covered, drawn = ([int(x) for x in column] for column in columns)
+        tokens, steps, failed, broken, covered, drawn = ([int(x) for x in column] for column in columns)
         total, rolled_back = sum(tokens), any(broken)
-        failed = tuple(r for r, is_disabled in enumerate(disabled) if is_disabled)
-        report = MergeReport(tuple(tokens), failed, rolled_back, sum(covered), sum(drawn))
-        if not at_once and not rolled_back and max(merging) * ranks.size > self._merge_share * sum(training):
+        num_failed = ranks.size if rolled_back else sum(failed)
+        if num_failed:
+            self._is_training = False
+        if at_once or rolled_back or max(merging) * ranks.size <= self._merge_share * sum(training):
+            started = time.perf_counter()
+            if rolled_back:
+                if ranks.rank == 0:  # a rank's own failure has been logged by that rank
+                    _log.warning("drafter training is off for the rest of the run: a replica's drafter was not finite")
+                self.disable()
+            elif total:
+                first = ranks.rank - self._tp.rank  # the ranks of a replica have trained one drafter
+                state.merge(sum(tokens[first : first + self._tp.size]) / total, ranks.all_reduce)
+                state.steps = max(steps)
+                self.version += 1
+                self._merge_seconds = time.perf_counter() - started
+            self._close_window()
+        else:
             self._free()
-            return report
-        started = time.perf_counter()
-        if rolled_back:
-            self.disable(self.failure or "a replica's drafter was not finite")
-        elif total:
-            first = ranks.rank - self._tp.rank  # the ranks of a replica have trained one drafter
-            state.merge(sum(tokens[first : first + self._tp.size]) / total, ranks.all_reduce)
-            state.steps = max(steps)
-            self.version += 1
-            self._merge_seconds = time.perf_counter() - started
-        window.close()
-        self._free()
-        return report
+        return {
+            "drafter/version": float(self.version),
+            "drafter/disabled": float(num_failed),
+            **({"drafter/coverage": sum(covered) / sum(drawn)} if any(drawn) else {}),
+        }
 
     def _free(self) -> None:
         """Frees what only micro-steps need: gradients, and the tables of a policy that is updated next."""
         self._state.free_gradients()
-        self._trainer.drop_policy()
+        self._tables = None
 
     def _choose_vocabulary(self) -> None:
         """The vocabulary becomes the most frequent tokens of the step's responses of all ranks, if there are any."""
@@ -345,8 +332,9 @@ class OnlineDrafterTrainer(RunDrafter):
 
     def drop_window(self) -> None:
         """This rank's drafter is again what it was when the window began."""
-        self.window.take_back()
-        self._free()
+        if self.window_is_begun:
+            self._state.restore()
+        self._close_window()
 
     def unpublished(self) -> tuple[Mapping[str, Tensor], int] | None:
         return (self.weights(), self.version) if self.version != self._published else None
@@ -397,8 +385,7 @@ class OnlineDrafterTrainer(RunDrafter):
                 raise CheckpointError(f"the drafter's state is of another draft vocabulary ({name})")
         self._state.load(state)
         self.version, self._published = int(state["version"]), None
-        self.window.close()
-        self._free()
+        self._close_window()
 
 
 @contextmanager

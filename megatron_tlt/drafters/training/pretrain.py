@@ -77,7 +77,7 @@ class DrafterPretraining:
         self._config, self._world, self._backend, self._params = config, world, backend, params
         self._section = config.drafter
         self._batch_tokens = config.drafter.step_tokens(world.device.type)
-        self._embed, self._head = lookup_tables(config.model.path, drafter.policy, world.device)
+        self._tables = lookup_tables(config.model.path, drafter.policy, world.device)
         self.model = KINDS[drafter.kind].build_model(drafter)
         self._is_fresh, self.trained_steps = start is None, 0
         if start is not None:
@@ -167,8 +167,7 @@ class DrafterPretraining:
         elif self._is_fresh:
             self._initialise(data)
         average = average_gradients if self._world.size > 1 else None
-        tables = self._embed, self._head
-        self._trainer = DrafterTrainer(self.model, *tables, section, self._params.temperature, average)
+        self._trainer = DrafterTrainer(self.model, section, self._params.temperature, average)
         if state is not None:
             self._load(self._trainer, state)
         self._groups_left = itertools.islice(self._groups(data), self.steps_done, None)
@@ -180,7 +179,7 @@ class DrafterPretraining:
         num_steps, step = self._section.num_steps, self.steps_done + 1
         self._progress.work("drafter: steps done", step - 1, num_steps)
         started = time.perf_counter()
-        metrics = self._trainer.step(collate(next(self._groups_left), self._world.device))
+        metrics = self._trainer.step(collate(next(self._groups_left), self._world.device), self._tables)
         self._seconds += time.perf_counter() - started
         if step % self._section.eval_every == 0 or step == num_steps:
             self.result = self._measure_at(step, self._tests, self._progress, metrics)
@@ -229,7 +228,7 @@ class DrafterPretraining:
         """Weights that start from the policy's. A reduced vocabulary is that of all ranks' responses. Collective."""
         counts = self._token_counts(data)
         read = weight_reader(self._config.model.path, self.model.config.policy)
-        self.model.start_fresh(self._config.train.seed, read, self._head, counts)
+        self.model.start_fresh(self._config.train.seed, read, self._tables[1], counts)
         if (chosen := self.model.token_ids()) is not None:
             share = float(counts[chosen.cpu()].sum() / counts.sum())
             self._print(f"drafts {len(chosen)} of {len(counts)} tokens: {share:.2%} of the responses' tokens")
@@ -260,8 +259,7 @@ class DrafterPretraining:
         if is_first_of_engine(self._world.rank, self._config.rollout.tp):
             result = measure(
                 self.model,
-                self._embed,
-                self._head,
+                *self._tables,
                 tests,
                 steps=section.eval_steps,
                 temperature=self._params.temperature,

@@ -35,7 +35,6 @@ class RunDrafter:
     for a run that trains it again.
     """
 
-    disabled_reason: str | None = None  # why training is off on all ranks
     actor_layers: tuple[int, ...] | None = None  # policy layers that the actor reads for `take_step`; None: it need not
 
     def __init__(self, config: DrafterConfig | None, replica: int = 0):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.model import DraftBatch, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
@@ -24,24 +25,6 @@ _WIDTH = 576  # hidden size up to which the learning rate is taken as it is
 _NORM_EPS = 1e-6  # added to a norm that is divided by, as `torch.nn.utils.clip_grad_norm_` does
 
 
-@dataclass(frozen=True)
-class LearningRate:
-    """The rate of optimizer steps: linear warm-up, then a cosine to 0 in `num_steps`; where that is None, the peak."""
-
-    peak: float
-    warmup: int
-    num_steps: int | None = None
-
-    def at(self, step: int) -> float:
-        """The rate of step `step` (0-based)."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        if self.num_steps is None:
-            return self.peak
-        done = min(1.0, (step - self.warmup) / max(1, self.num_steps - self.warmup))
-        return self.peak * 0.5 * (1 + math.cos(math.pi * done))
-
-
 def by_width(model: DrafterModel, width: int) -> float:
     """Factor of learning rates that are for hidden sizes up to `width` (Yang et al., arXiv 2203.03466, for Adam)."""
     return min(1.0, width / model.config.policy.hidden_size)
@@ -53,61 +36,47 @@ class DrafterTrainer:
     def __init__(
         self,
         model: DrafterModel,
-        embed: Tensor,
-        head: Tensor,
         section: DrafterSection,
         temperature: float = 1.0,
         average: Callable[[list[Tensor]], None] | None = None,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         state: TrainingState | None = None,
-        rate: LearningRate | None = None,
+        rate: OptimizerSection | None = None,
     ):
-        """embed and head [V, H]: the policy's, on the model's device; see `set_policy`.
-
-        `average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
-        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. `rate`:
-        by default that of a training of `section.num_steps` steps. A gradient is clipped to norm 1; of a drafter whose
-        loss is a mean over drafted positions and not their sum, to a part of it by their number.
+        """`average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
+        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. Of
+        `rate` only the learning rate is taken, and its schedule, which ends after `section.num_steps`. A gradient is
+        clipped to norm 1; of a drafter whose loss is a mean over drafted positions and not their sum, to a part of it
+        by their number.
         """
         self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
-        self.set_policy(embed, head)
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
-        if rate is None:
-            rate = LearningRate(by_width(model, _WIDTH) * section.lr, _WARMUP, section.num_steps)
-        self.rate = rate
+        peak = by_width(model, _WIDTH) * section.lr
+        self.rate = rate or OptimizerSection(lr=peak, warmup_steps=_WARMUP, schedule="cosine")
 
     @property
     def trained_steps(self) -> int:
         """Optimizer steps behind the present weights."""
         return self.state.steps
 
-    def set_policy(self, embed: Tensor, head: Tensor) -> None:
-        """Sets the embedding and LM head [V, H] through which the next batches are read."""
-        self.embed, self.head = embed, head
-
-    def drop_policy(self) -> None:
-        """Lets the policy's tables go, until the next `set_policy`."""
-        self.embed = self.head = self.head.new_empty(0, 0)
-
-    @property
-    def has_policy(self) -> bool:
-        """Whether there are tables to read batches through."""
-        return self.head.numel() > 0
-
-    def step(self, batch: DraftBatch) -> dict[str, float]:
-        """One optimizer step on one batch. Returns metrics. Mutates weights and optimizer.
+    def step(self, batch: DraftBatch, tables: tuple[Tensor, Tensor]) -> dict[str, float]:
+        """One optimizer step on one batch; `tables` as in `backward`. Returns metrics. Mutates weights and optimizer.
 
         Raises DrafterError, and leaves weights and optimizer alone, if the gradient is not finite.
         """
-        metrics = self.backward(batch)
+        metrics = self.backward(batch, tables)
         if self._average is not None:
             self._average([p.grad for p in self.model.parameters() if p.grad is not None])
         return metrics | self.apply()
 
-    def backward(self, batch: DraftBatch, counts: Sequence[int] | None = None) -> dict[str, float]:
+    def backward(
+        self, batch: DraftBatch, tables: tuple[Tensor, Tensor], counts: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Sets the parameters' `grad` to the loss's gradient; returns loss and parts. Weights stay as they are.
+
+        `tables`: the policy's embedding and LM head [V, H], on the model's device.
 
         With `counts` (`bases_by_step` of a larger batch that this one is a share of), gradients and metrics of all
         shares add up to those of the larger batch.
@@ -117,7 +86,7 @@ class DrafterTrainer:
         needs_cast = next(self.model.parameters()).dtype != dtype
         forward = self._forward(device, dtype if needs_cast else None)
         section, steps = self._section, self._section.drafted(self.kind.facts)
-        given = LossInputs(batch, self.embed, self.head, steps, section.hidden_weight, self._temperature, counts)
+        given = LossInputs(batch, *tables, steps, section.hidden_weight, self._temperature, counts)
         self.model.trained_steps = self.trained_steps
         loss, parts = self.kind.loss(self.model, given, forward)
         self.state.free_gradients()
@@ -144,6 +113,6 @@ class DrafterTrainer:
             self.state.free_gradients()
             raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps + 1}")
         limit = _CLIP / self.model.averaged_positions
-        rate = lr_factor * self.rate.at(self.trained_steps)
+        rate = lr_factor * learning_rate(self.rate, self.trained_steps, self._section.num_steps)
         self.state.step(rate, torch.clamp(limit / (norm + _NORM_EPS), max=1.0))
         return {"grad_norm": size, "lr": rate}

@@ -38,10 +38,10 @@ def main(config_file: str, folder: Path) -> None:
                 signals.note(SIGTERM)
             WHOLE_ADD(self, *args)
 
-        def take_step(self: DrafterTrainer, batch) -> dict[str, float]:
+        def take_step(self: DrafterTrainer, batch, tables) -> dict[str, float]:
             if self.trained_steps == step:
                 signals.note(SIGTERM)
-            return WHOLE_STEP(self, batch)
+            return WHOLE_STEP(self, batch, tables)
 
         ResponseWriter.add, DrafterTrainer.step = add, take_step
         config = load_config(config_file, list(overrides), Config)

@@ -16,8 +16,6 @@ WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action
     [
         ({}, TRAIN),
         ({"is_over": True}, STOP),
-        ({"is_over": True, "is_disabled": True}, STOP),
-        ({"is_disabled": True}, WAIT),
         ({"samples_available": 1}, TRAIN),
         ({"samples_available": 0}, WAIT),
         ({"seconds_idle": 0.1}, TRAIN),
@@ -30,7 +28,6 @@ WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action
         ({"can_pre_roll": True, "step_seconds": 0.5, "usual_seconds": 0.5}, TRAIN),
         ({"can_pre_roll": True, "step_seconds": 0.51, "usual_seconds": 0.5}, PRE_ROLL),
         ({"can_pre_roll": True, "samples_available": 0}, PRE_ROLL),
-        ({"can_pre_roll": True, "is_disabled": True}, PRE_ROLL),
         ({"can_pre_roll": True, "seconds_idle": 0.099}, WAIT),
         ({"can_pre_roll": True, "is_over": True}, STOP),
     ],
@@ -45,7 +42,6 @@ def test_decisions(change, action):
         ({"is_over": True}, TRAIN),
         ({"is_over": True, "steps": 1}, TRAIN),
         ({"is_over": True, "steps": 2}, STOP),
-        ({"is_over": True, "is_disabled": True}, STOP),
         ({"is_over": True, "samples_available": 0}, STOP),
         ({"seconds_idle": 0.0}, TRAIN),  # too short a wait for more than what is due
         ({"seconds_idle": 0.0, "steps": 2}, WAIT),

@@ -11,10 +11,14 @@ import torch
 
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.config.load import build_config
+from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.distributed.together import SingleProcess
+from megatron_tlt.drafters.checkpoint import save_drafter
+from megatron_tlt.drafters.eagle.config import EagleConfig
+from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer import models
-from tests.helpers.tiny_drafters import DEEP
+from tests.helpers.tiny_drafters import DEEP, random_drafter
 from tests.helpers.tiny_models import random_weights
 
 
@@ -37,6 +41,22 @@ def test_a_new_drafter_starts_from_the_policy_of_a_megatron_checkpoint(tmp_path,
     trees = [{"model": model, "rollout": {"speculation": {"drafter": drafter}}} for model in sources]
     wanted, found = (models._starting_drafter(build_config(tree)).state_dict() for tree in trees)
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_new_drafter_has_start_lr_and_chooses_its_vocabulary(tmp_path, is_new):
+    """A configured one has neither; both are trained for the run's temperature."""
+    save_hf(tmp_path / "hf", DEEP["qwen2"], random_weights(DEEP["qwen2"]))
+    shape = EagleConfig.of(DEEP["qwen2"], 30)
+    save_drafter(tmp_path / "drafter", shape, random_drafter(shape))
+    which = {"draft_vocab_size": 30} if is_new else {"drafter_path": str(tmp_path / "drafter")}
+    rollout = {"temperature": 0.7, "speculation": {"drafter": "eagle", **which}}
+    model = {"path": str(tmp_path / "hf")}
+    config = build_config({"model": model, "rollout": rollout, "idle": {"train_drafter": True}})
+    world = SimpleNamespace(device=torch.device("cpu"), rank=0, size=1)
+    made = models._drafter_trainer(config, world, TensorParallel(), HiddenStateSharing())
+    assert made._trainer._temperature == 0.7
+    assert made._extra_lr == pytest.approx(9.0 if is_new else 0.0) and made._awaits_vocabulary == is_new
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -125,9 +125,7 @@ def sampler_of(
         carried=CarriedGroups(ranks, stream, config.rollout),
         queues=PromptQueues(ranks, 1, lambda ticket: ticket, None),
         backend=ranks,
-        drafter=SimpleNamespace(
-            collecting=nullcontext, begin_step=lambda version, tables: None, train_step=None, disabled_reason=None
-        ),
+        drafter=SimpleNamespace(collecting=nullcontext, begin_step=lambda version, tables: None, train_step=None),
         idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn, pre_roll: None),
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),

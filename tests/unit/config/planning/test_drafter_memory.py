@@ -85,10 +85,10 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str, tmp_path: Pa
 
         table = meta(shape.vocab_size, shape.hidden_size)
         engine = memory.live - held if tp == 1 else 0  # with several ranks the head is a copy of its own
-        training.set_policy(table, table)
         hidden = meta(tokens, config.rollout.speculation.state_parts * shape.hidden_size)
         ids = meta(tokens, dtype=torch.int64)
-        training.backward(DraftBatch(ids, hidden, [0, tokens], [1], [0], np.arange(tokens) > 1))
+        batch = DraftBatch(ids, hidden, [0, tokens], [1], [0], np.arange(tokens) > 1)
+        training.backward(batch, (table, table))
         norm = state.take_gradients()
         state.step(1e-3, norm)
         state.update_mean(0.9)
@@ -98,8 +98,7 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str, tmp_path: Pa
         assert step == pytest.approx(planned, rel=0.11 if made.kind == "dspark" else 0.05) and step < 1.05 * planned
         assert held + step <= limit * GIB, f"{(held + step) / GIB:.2f} GiB"
 
-        training.set_policy(meta(0, 0), meta(0, 0))
-        del table, hidden, ids, norm
+        del table, hidden, ids, norm, batch
         left = memory.live
         assert left - held < 1 << 24, "nothing but the rotary table is left of a micro-step"
         memory.reset_peak()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
+from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.base import SavedDrafter
@@ -27,7 +28,7 @@ from megatron_tlt.drafters.eagle.pairs import PairLayout
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.training.batching import DraftSequence, bases_by_step, collate
 from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
-from megatron_tlt.drafters.training.trainer import DrafterTrainer, LearningRate
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import CheckpointError, ConfigError
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
@@ -114,7 +115,7 @@ def test_anchors_are_others_in_every_step_and_shares_of_ranks_add_up() -> None:
     """A rank's share stands for its bases: with one anchor at each base the sum of shares is the loss of the whole."""
     config = replace(CONFIGS["dspark"], block_size=2)
     sequences = [random_sequence(config, n, p, seed=p) for n, p in ((19, 4), (34, 2))]
-    t = DrafterTrainer(BlockModel(config), *TABLES, DrafterSection(draft_steps=2))
+    t = DrafterTrainer(BlockModel(config), DrafterSection(draft_steps=2))
     t.model.load_full(random_drafter(config).items())
     layout, drawn = PairLayout(collate(sequences)), []
     for step in range(20):
@@ -139,7 +140,7 @@ def trainer(name: str = "dspark") -> OnlineDrafterTrainer:
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "micro_step_tokens": 64}
     made = OnlineDrafterTrainer(model, DrafterSection(online=options))
-    made._trainer.rate, made._decay = LearningRate(3e-3, 0), 0.5
+    made._trainer.rate, made._decay = OptimizerSection(lr=3e-3), 0.5
     return made
 
 
@@ -195,10 +196,10 @@ def overfitted(name: str) -> BlockModel:
     model = BlockModel(CONFIGS[name])
     model.initialise(1)
     section = DrafterSection(draft_steps=6, lr=8e-3, num_steps=80)
-    t = DrafterTrainer(model, *TABLES, section)
+    t = DrafterTrainer(model, section)
     batch = collate([DraftSequence.of(text(model.config))])
     for _ in range(section.num_steps):
-        t.step(batch)
+        t.step(batch, TABLES)
     return model
 
 

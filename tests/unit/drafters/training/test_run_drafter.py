@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,11 +103,24 @@ def test_a_failure_turns_training_off():
     good, _ = sync(drafter)
     good = good.clone()
     assert one_step(drafter, 1, broken=True)["drafter/disabled"] == 1
-    assert "gradient norm is nan" in drafter.disabled_reason
     assert sync(drafter) is None and torch.equal(good, weights(drafter))
     with drafter.collecting(backend := Backend()):
         assert backend.sink is None, "hidden states that no rank trains on are not collected"
     assert drafter.train_step() is None
+
+
+def test_a_failure_on_another_replica_ends_training_here_with_the_merge():
+    def all_reduce(tensor: torch.Tensor) -> None:
+        if tensor.dtype == torch.float64:  # the rows of a merge: the other rank has trained nothing and has failed
+            tensor[1, 2] = 1.0
+
+    drafter = online_trainer(world=SimpleNamespace(rank=0, size=2, all_reduce=all_reduce))
+    drafter.train_step()
+    metrics = drafter.merge()
+    assert (metrics["drafter/version"], metrics["drafter/disabled"]) == (1, 1), "what was trained here is merged"
+    drafter.begin_step(1, lambda: lookup_tables(CONFIG))
+    assert drafter.num_samples() and drafter.train_step() is None
+    assert drafter.merge()["drafter/disabled"] == 1, "this rank has not failed"
 
 
 @pytest.mark.parametrize(

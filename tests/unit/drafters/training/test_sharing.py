@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,13 +60,28 @@ def test_what_arrives_is_what_was_sent(dtype: torch.dtype) -> None:
         assert theirs.hidden.untyped_storage().nbytes() == theirs.hidden.nbytes
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 7, 512])
-@pytest.mark.parametrize("mib", [1, 4, 16, 64])
-def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "mib", "count"),
+    [(2, 1, 1), (2, 4, 1), (2, 64, 2), (3, 16, 3), (7, 8, 2), (7, 15, 3), (7, 64, 4), (512, 4, 1), (512, 64, 4)],
+)
+def test_senders_take_turns_and_bytes_are_bounded(replicas: int, mib: int, count: int) -> None:
     sharing = HiddenStateSharing(0, replicas, 1, mib * MIB)
     turns = [sharing.senders(turn) for turn in range(replicas)]
-    count = min(replicas, 4, max(1, mib // 4))
     assert all(len(set(turn)) == len(turn) == count and max(turn) < replicas for turn in turns)
     counted = [sum(r in turn for turn in turns) for r in range(replicas)]
     assert max(counted) == min(counted) == count
     assert sharing.bytes // count >= min(mib, 4) * MIB  # a sender has enough for something long
+
+
+def test_the_first_rank_of_a_sending_replica_broadcasts() -> None:
+    """Two of three replicas of two ranks each send; this one is the third and takes what they give."""
+    sources, sent = [], buffer([9]).longest(MIB)
+
+    def broadcast(value: object, source: int) -> object:
+        sources.append((value, source))
+        return sent
+
+    mine = buffer([12], first=1)
+    HiddenStateSharing(2, 3, 2, 8 * MIB).exchange(SimpleNamespace(broadcast_object=broadcast), mine, 0)
+    assert sources == [(None, 0), (None, 2)]
+    assert sorted(key[1] for key in mine._entries) == [0, 1]
