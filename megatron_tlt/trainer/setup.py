@@ -89,23 +89,16 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     # Around rollout and update.
     queues = prompt_queues(config, world, tp)
     carried = CarriedGroups(world, prompts, config.rollout)
-    recovery = Recovery(
-        state=state,
-        prompts=prompts,
-        carried=carried,
-        backend=backend,
-        drafter=drafter,
-        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
-        rollout_cache=build_rollout_cache(config, run_dir, world, tokenizer, backend),
-        nonfinite=NonFiniteGuard(config.train.max_lost_steps, run_dir, world, policy.dims),
-        shutdown=GracefulShutdown(world, config.stop, signals, tp.largest),
-    )
+    rollout_cache = build_rollout_cache(config, run_dir, world, tokenizer, backend)
+    shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
     sampler = GroupSampler(
         config=config,
+        prompts=prompts,
         carried=carried,
         queues=queues,
         backend=backend,
-        recovery=recovery,
+        rollout_cache=rollout_cache,
+        shutdown=shutdown,
         drafter=drafter,
         idle_window=_idle_window(config, world, tp, drafter, metrics),
         rewards=rewards,
@@ -126,8 +119,12 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         drafter=drafter,
         sync=BucketedSync(config.sync, backend, world),
         evaluator=build_evaluator(config, held_out, backend, rewards, queues, environments, repeats=True),
-        recovery=recovery,
+        recovery=Recovery(state=state, prompts=prompts, carried=carried, backend=backend, drafter=drafter),
         metrics=metrics,
+        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
+        rollout_cache=rollout_cache,
+        nonfinite=NonFiniteGuard(config.train.max_lost_steps, run_dir, world, policy.dims),
+        shutdown=shutdown,
     )
 
 

@@ -18,11 +18,10 @@ def trainer_at(step: int, num_steps: int, newest: int | None, **sections: Any) -
     parts, state = MagicMock(), TrainState(step)
     parts.checkpoints.newest, parts.checkpoints.is_behind = newest, False
     parts.sampler.sample.return_value, parts.assembler.exchange.return_value = (MagicMock(),) * 3, (MagicMock(),) * 2
-    own = ("prompts", "carried", "backend", "drafter", "checkpoints", "rollout_cache", "nonfinite", "shutdown")
-    recovery = Recovery(state=state, **{name: getattr(parts, name) for name in own})
+    own = {name: getattr(parts, name) for name in ("prompts", "carried", "backend", "drafter")}
     built = {field.name: getattr(parts, field.name) for field in fields(RLTrainer)}
     config = make(train={"num_steps": num_steps, "run_dir": "r"}, **sections)
-    return RLTrainer(**built | {"config": config, "state": state, "recovery": recovery}), parts
+    return RLTrainer(**built | {"config": config, "state": state, "recovery": Recovery(state=state, **own)}), parts
 
 
 def calls(parts: MagicMock, *names: str) -> list[str]:
@@ -39,6 +38,14 @@ def test_a_step_ends_before_its_evaluation_in_the_time_that_a_signal_must_leave(
     trainer, parts = trainer_at(step=3, num_steps=9, newest=None, eval={"every": 4})
     trainer.step()
     order = "shutdown.sync", "shutdown.step_done", "evaluator.run"
+    assert calls(parts, *order) == list(order)
+
+
+def test_the_engine_is_released_for_the_update_and_gets_the_weights_behind_it() -> None:
+    """Its memory is the update's."""
+    trainer, parts = trainer_at(step=3, num_steps=9, newest=None)
+    trainer.step()
+    order = "sampler.sample", "sampler.release", "policy.train_step", "sync.push"
     assert calls(parts, *order) == list(order)
 
 
