@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.backends import build as embedded
 from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.backends.trtllm import build as trtllm
+from megatron_tlt.backends.vllm import build as vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
     from megatron_tlt.drafters.model import DrafterModel
     from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
     from megatron_tlt.resilience.rollout_cache import Weights
+    from megatron_tlt.types import BackendName
+
+_BUILD: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
+    "embedded": embedded.build_backend,
+    "trtllm": trtllm.build_backend,
+    "vllm": vllm.build_backend,
+}
 
 
 def build_models(
@@ -101,8 +110,7 @@ def open_backend(
         takes_drafts=takes_drafts(config, world.size),
         kv_cache_bytes=kv_cache_bytes,
     )
-    folder = "" if config.rollout.engine_process is None else f".{config.rollout.backend}"
-    backend: RolloutBackend = import_module(f"megatron_tlt.backends{folder}.build").build_backend(options)
+    backend = _BUILD[config.rollout.backend](options)
     if backend.capabilities.tensor_parallel:  # captured graphs hold collectives of groups that end with the world
         world.at_close(backend.close)
     return backend
