@@ -55,3 +55,11 @@ def test_an_evaluation_that_was_dropped_is_added_to_the_newest_checkpoint_alone(
     trainer, parts = trainer_at(step=2, num_steps=2, newest=newest, eval={"every": 2})
     assert trainer.begin() and parts.evaluator.run.called
     assert parts.checkpoints.is_behind == is_behind
+
+
+@pytest.mark.parametrize("unsaved", [None, "updates were not finite"])
+def test_the_last_checkpoint_pushes_no_other_out_where_its_weights_may_be_broken(unsaved: str | None) -> None:
+    trainer, parts = trainer_at(step=9, num_steps=9, newest=8)
+    parts.nonfinite.unsaved.return_value = unsaved
+    trainer.finish()
+    assert parts.checkpoints.save_now.call_args.kwargs == {"prune": unsaved is None}
