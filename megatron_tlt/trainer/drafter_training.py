@@ -109,7 +109,8 @@ class DrafterJob(Job):
 
     def begin(self) -> bool:
         """Gives the engine the policy's weights; reads the responses, or generates those that the cache lacks."""
-        push_policy(self.config, self.world, self._backend, self._cache.fingerprint)
+        self.world.enter("load")
+        self._weights = push_policy(self.config.model.path, self._backend, self.world, self.config.sync)
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._cache.start(0)
         self.world.enter("drafter rollout")
@@ -130,7 +131,7 @@ class DrafterJob(Job):
         self, step: int, prompts: Sequence[Prompt], samples: int, params: SamplingParams
     ) -> list[DraftSequence]:
         """Responses with hidden states. Raises GracefulExit after a signal."""
-        self._cache.begin_step(step, 0)
+        self._cache.begin_step(step, 0, self._weights)
         cut_short = False
 
         def generate(call: GenerateCall) -> list[Sample]:

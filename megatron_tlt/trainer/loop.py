@@ -91,7 +91,7 @@ class RLTrainer(Job):
         step = self.done + 1
         self.metrics.begin_step()
         self.recovery.begin_step()
-        self.rollout_cache.begin_step(step, self.policy.policy_version)
+        self.rollout_cache.begin_step(step, self.policy.policy_version, self.sync.fingerprint())
         groups, scored, of_rank = self.sampler.sample(step)  # rollout, idle window, score
         stats = self.sampler.take_stats()
         self.sampler.release()  # until the weight sync
@@ -123,8 +123,7 @@ class RLTrainer(Job):
         """The policy, and the drafter if a merge has changed it, into every engine: both or none. Returns metrics."""
         with self.metrics.phase("weight_sync"):
             drafter = self.drafter.unpublished()
-            weights = self.rollout_cache.fingerprint(self.policy.named_weights())  # read on its way
-            metrics = self.sync.push(weights, self.policy.policy_version, drafter)
+            metrics = self.sync.push(self.policy.named_weights(), self.policy.policy_version, drafter)
             if drafter is not None:
                 self.drafter.mark_published(drafter[1])
         return metrics

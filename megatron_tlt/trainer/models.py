@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,9 @@ from megatron_tlt.backends.trtllm import build as trtllm
 from megatron_tlt.backends.vllm import build as vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
+from megatron_tlt.config.rollout import SyncSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
@@ -29,11 +32,11 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafters.base import SavedDrafter
     from megatron_tlt.drafters.model import DrafterModel
     from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.resilience.rollout_cache import Weights
     from megatron_tlt.types import BackendName
 
 _BUILD: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
@@ -70,12 +73,14 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
 
 
 def push_policy(
-    config: Config, world: World, backend: RolloutBackend, watched: Callable[[Weights], Weights] = iter
-) -> None:
-    """The weights of `model.path` into the engine, through `watched` on their way. Collective."""
-    world.enter("load")
-    weights = watched(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)))
-    BucketedSync(config.sync, backend, world).push(weights, version=0)
+    model: str | Path, backend: RolloutBackend, ranks: Ranks | None = None, section: SyncSection | None = None
+) -> str:
+    """The weights of the directory `model` into the engines of `ranks` (None: this process), as policy version 0.
+    Returns their fingerprint. Collective. Raises CheckpointError.
+    """
+    sync = BucketedSync(section or SyncSection(), backend, ranks or SingleProcess(), hashes=True)
+    sync.push(iter_weights(model, ModelConfig.from_hf(model)), version=0)
+    return sync.fingerprint()
 
 
 def open_backend(

@@ -30,7 +30,6 @@ from megatron_tlt.resilience.rollout_cache import RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.batch_assembly import BatchAssembler
@@ -117,7 +116,7 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         assembler=BatchAssembler(world, policy, algorithm, temperature, prompts_per_step),
         policy=policy,
         drafter=drafter,
-        sync=BucketedSync(config.sync, backend, world),
+        sync=BucketedSync(config.sync, backend, world, hashes=rollout_cache.keeps),
         evaluator=build_evaluator(config, held_out, backend, rewards, queues, environments, repeats=True),
         recovery=Recovery(state=state, prompts=prompts, carried=carried, backend=backend, drafter=drafter),
         metrics=metrics,
@@ -244,7 +243,6 @@ def build_rollout_cache(
         run_dir / "rollout_cache",
         world,
         backend,
-        WeightFingerprint(world),
         identity=identity,
         tp=config.rollout.tp,
         fresh=config.checkpoint.resume == "never",

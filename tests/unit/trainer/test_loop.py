@@ -47,6 +47,8 @@ def test_the_engine_is_released_for_the_update_and_gets_the_weights_behind_it() 
     trainer.step()
     order = "sampler.sample", "sampler.release", "policy.train_step", "sync.push"
     assert calls(parts, *order) == list(order)
+    of_policy = parts.policy.policy_version, parts.sync.fingerprint.return_value
+    parts.rollout_cache.begin_step.assert_called_once_with(4, *of_policy)
 
 
 @pytest.mark.parametrize(("newest", "is_behind"), [(2, True), (6, False), (None, False)])
