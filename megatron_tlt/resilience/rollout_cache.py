@@ -202,7 +202,7 @@ class RolloutCache:
         self._backend = backend
         self.keeps = section.enabled and backend.capabilities.keyed_sampling
         self._identity, self._fresh = dict(identity), fresh
-        self._replica, _ = rollout_replica(world.rank, tp)
+        self._replica = rollout_replica(world.rank, tp)
         self._is_first = is_first_of_engine(world.rank, tp)
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None

@@ -182,10 +182,10 @@ def _drafter_trainer(
 def _sharing(config: Config, world: World) -> HiddenStateSharing:
     """What replicas of the engine exchange after a merge."""
     online, tp = config.drafter.online, config.rollout.tp
-    replica, _ = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
     is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
+    replica = rollout_replica(world.rank, tp)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, is_first_of_engine(world.rank, tp))
 
 

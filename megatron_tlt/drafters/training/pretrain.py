@@ -121,8 +121,7 @@ class DrafterPretraining:
     def _share(self, everything: Sequence[_T]) -> list[_T]:
         """Every R-th one, of R replicas."""
         tp = self._config.rollout.tp
-        replica, _ = rollout_replica(self._world.rank, tp)
-        return list(everything[replica :: self._world.size // tp])
+        return list(everything[rollout_replica(self._world.rank, tp) :: self._world.size // tp])
 
     def _read(self, responses: Sequence[Trajectory], seed: int) -> list[HiddenStateSample]:
         """The hidden states of those of at least two tokens."""
