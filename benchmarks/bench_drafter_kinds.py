@@ -50,6 +50,7 @@ from megatron_tlt.drafters.training.pretrain import lookup_tables
 from megatron_tlt.models.decoders.factory import build_decoder
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights, weight_reader
+from megatron_tlt.trainer.models import push_policy
 from megatron_tlt.types import GenerateCall, HiddenStateSample, SamplingParams
 from tests.helpers.pairs import Rows as DraftRows
 
@@ -85,8 +86,8 @@ def record(policy: Path, work: Path, count: int) -> None:
     config = load_config(ROOT / "benchmarks/lib/real.yaml", [f"model.path={policy}"])
     section = RolloutSection(dtype="fp32", max_running_requests=16)
     model = ModelSection(path=str(policy), max_context=config.model.max_context)
-    options = EngineOptions(section, model, tokenizer=tokenizer, keep_layers=read_layers(shape), load_weights=True)
-    engine = build_backend(options)
+    engine = build_backend(EngineOptions(section, model, tokenizer=tokenizer, keep_layers=read_layers(shape)))
+    push_policy(policy, engine)
     for name, temperature in (("train", 1.0), ("held-1.0", 1.0), ("held-0.7", 0.7)):
         out = work / f"{name}.pt"
         if out.exists():

@@ -88,6 +88,7 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.load import load_config
+    from megatron_tlt.trainer.models import push_policy
 
     overrides = [f"model.path={args.model}", "rollout.max_running_requests=64", f"rollout.dtype={args.dtype}"]
     spec = dict(STRATEGIES[name])
@@ -95,7 +96,9 @@ def open_side(name: str, args: argparse.Namespace) -> Side:
         spec["drafter_path"] = str(args.drafter)
     overrides += [f"rollout.speculation.{key}={value}" for key, value in spec.items()]
     config = load_config(args.config, overrides)
-    return Side(name, build_backend(EngineOptions(config.rollout, config.model, tokenizer=None, load_weights=True)))
+    backend = build_backend(EngineOptions(config.rollout, config.model))
+    push_policy(args.model, backend)
+    return Side(name, backend)
 
 
 def open_prompts(args: argparse.Namespace) -> tuple[PromptStream, SamplingParams]:

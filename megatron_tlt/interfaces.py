@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PastResponse,
         Prompt,
         Sample,
+        Trajectory,
         TurnResult,
         WeightBucket,
     )
@@ -74,7 +75,7 @@ class BackendCapabilities:
     stop_strings: bool = False  # responses can end at a string, whatever its tokens
     tensor_parallel: bool = False  # one engine on several ranks
     routed_experts: bool = False  # responses can name the experts that their tokens chose
-    in_process: bool = False  # drafts of single responses are known, and finished ones can be read (`ReadingBackend`)
+    in_process: bool = False  # drafts of single responses are known, and finished ones can be read
     drafters: tuple[str, ...] | None = None  # values of `rollout.speculation.drafter` that it has; None: all
     turns: bool = False  # a response may have turns of an environment between those that it draws
     pre_rollouts: bool = False  # drafts that a call brings are verified, and `until` ends a call
@@ -133,6 +134,15 @@ class RolloutBackend(Protocol):
         engine.
 
         Raises BackendError where the engine was started without.
+        """
+
+    def read_responses(
+        self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]
+    ) -> None:
+        """Calls `sink` with each of these finished responses of at least two tokens and the hidden states that one
+        prefill computes, in any order. Their (prompt id, sample index) differ; `seed` is that of their sampling keys.
+        Only without live requests and while no states are collected. Mutates the KV cache and `stats`. Raises
+        BackendError from an engine without `capabilities.in_process`.
         """
 
     def trace_drafts(self, num_prompts: int) -> None:

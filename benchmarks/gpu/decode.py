@@ -31,6 +31,7 @@ from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
+from megatron_tlt.trainer.models import push_policy
 from megatron_tlt.types import SamplingParams
 
 
@@ -50,7 +51,8 @@ def open_engine(
         }
     )
     section = ModelSection(path=str(policy), max_context=context)
-    backend = build_backend(EngineOptions(rollout, section, device=check.device, load_weights=True, drafter=given))
+    backend = build_backend(EngineOptions(rollout, section, device=check.device, drafter=given))
+    push_policy(policy, backend)
     runner = backend.engine.runner
     if runner.pool is None:
         assert isinstance(runner.decoder, TorchDecoder)

@@ -30,6 +30,7 @@ from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
 from megatron_tlt.idle.coordinator import IdleCoordinator
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.trainer.models import push_policy
 from megatron_tlt.trainer.sampling import sampling_params
 from megatron_tlt.types import GenerateCall
 
@@ -51,9 +52,8 @@ def main() -> None:
     tokenizer = HFTokenizer(config.model.path)
     prompts = build_prompts(config.data, "train", tokenizer, 0).next_batch(16)
     params = sampling_params(config)
-    backend = build_backend(
-        EngineOptions(config.rollout, config.model, tokenizer=tokenizer, load_weights=True, keep_layers=())
-    )
+    backend = build_backend(EngineOptions(config.rollout, config.model, tokenizer=tokenizer, keep_layers=()))
+    push_policy(config.model.path, backend)
     trainer = trainer_of(config, backend)
     backend.collect_hidden_states(trainer.buffer.add)
     backend.generate(GenerateCall(prompts, params, 8))  # both have something to train on, and are warm

@@ -41,12 +41,15 @@ def open_engine(model: Path, speculation: dict[str, Any], dtype: str) -> Embedde
     from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
+    from megatron_tlt.trainer.models import push_policy
 
     section = RolloutSection.model_validate(
         {"dtype": dtype, "max_running_requests": 16, "kv_cache_mib": 1024, "speculation": speculation}
     )
     policy = ModelSection(path=str(model), max_context=CONTEXT)
-    return build_backend(EngineOptions(section, policy, load_weights=True))
+    backend = build_backend(EngineOptions(section, policy))
+    push_policy(model, backend)
+    return backend
 
 
 def rollout(backend: EmbeddedBackend, first: int, requests: int, tokens: int) -> tuple[float, list[list[int]]]:

@@ -72,12 +72,14 @@ def serve_here(policy: Path, drafter: Path, prompts: list[list[int]]) -> dict[st
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
     from megatron_tlt.drafters.checkpoint import load_drafter
+    from megatron_tlt.trainer.models import push_policy
     from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
 
     speculation = {"drafter": load_drafter(drafter).config.kind, "drafter_path": str(drafter), "selector": "fixed"}
     section = RolloutSection.model_validate({"dtype": "fp32", "speculation": {**speculation, "draft_len": DRAFTED}})
     model = ModelSection(path=str(policy), max_context=max(map(len, prompts)) + TOKENS)
-    backend = build_backend(EngineOptions(section, model, load_weights=True))
+    backend = build_backend(EngineOptions(section, model))
+    push_policy(policy, backend)
     given = [Prompt(i, "", tuple(p), "") for i, p in enumerate(prompts)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     samples = backend.generate(GenerateCall(given, params, 1))

@@ -32,8 +32,8 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection, SyncSection
     from megatron_tlt.drafters.checkpoint import load_drafter
-    from megatron_tlt.models.hf.loader import iter_weights
-    from megatron_tlt.types import GenerateCall, Prompt, SamplingParams, WeightBucket
+    from megatron_tlt.trainer.models import push_policy
+    from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
 
     speculation = {"drafter": kind, "drafter_path": None if kind == "none" else drafter}
     settings = {"backend": engine, "dtype": dtype, "max_running_requests": MAX_RUNNING, "speculation": speculation}
@@ -42,13 +42,11 @@ def ours(engine: str, kind: str, model: str, drafter: str, context: int, dtype: 
     policy = ModelSection(path=model, max_context=context)
     backend: Any
     if engine == "embedded":
-        backend = build_backend(EngineOptions(section, policy, load_weights=True))
+        backend = build_backend(EngineOptions(section, policy))
     else:
         given = load_drafter(drafter) if section.speculation.trained else None
         backend = build_vllm(EngineOptions(section, policy, SyncSection(), device="cpu", drafter=given))
-        backend.begin_update(0)
-        backend.update_weights(WeightBucket(0, list(iter_weights(model))))
-        backend.finish_update()
+    push_policy(model, backend)
 
     def run(work: Work) -> Response:
         ends = {"stop_token_ids": tuple(work["eos"]), "ignore_eos": not work["eos"]}

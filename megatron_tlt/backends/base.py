@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.errors import BackendError
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.sync.served_weights import ServedWeights
-    from megatron_tlt.types import PastResponse, Prompt, Sample
+    from megatron_tlt.types import HiddenStateSample, PastResponse, Prompt, Sample, Trajectory
 
 
 _LENGTHS_MIB = 64  # of a history without tokens: some 300,000 prompts of a data set
@@ -48,6 +48,12 @@ class BaseBackend:
     def weight_checksums(self) -> dict[str, int]:
         """CRC-32 of every tensor as received in the last weight sync; empty unless the backend keeps them."""
         return dict(self._weights.checksums)
+
+    def read_responses(
+        self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]
+    ) -> None:
+        """Raises BackendError: this engine reads none."""
+        raise BackendError("this kind of engine does not read finished responses")
 
     def trace_drafts(self, num_prompts: int) -> None:
         """Raises BackendError: this engine has no trace."""

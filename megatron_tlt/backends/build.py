@@ -22,7 +22,6 @@ from megatron_tlt.models.decoders.base import DTYPES, empty_routed_experts
 from megatron_tlt.models.decoders.factory import build_decoder, sample_kernel
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.kv_cache import choose_num_blocks
 from megatron_tlt.rollout.paged_hidden_states import page_bytes
@@ -30,7 +29,7 @@ from megatron_tlt.rollout.scheduler import SchedulerLimits
 from megatron_tlt.rollout.speculation.build import Drafting
 from megatron_tlt.rollout.speculation.history import ResponseHistory
 from megatron_tlt.rollout.speculation.pre_rollouts import LONGEST
-from megatron_tlt.sync.served_weights import NO_WEIGHTS, ServedWeights
+from megatron_tlt.sync.served_weights import ServedWeights
 
 if TYPE_CHECKING:
     from megatron_tlt.config.rollout import RolloutSection
@@ -44,8 +43,8 @@ _HISTORY_RESPONSES = 8
 
 
 def build_backend(options: EngineOptions) -> EmbeddedBackend:
-    """The rollout engine of this rank. Collective in the tensor-parallel group. Raises ConfigError, CheckpointError or
-    BackendError.
+    """The rollout engine of this rank, without weights. Collective in the tensor-parallel group. Raises ConfigError,
+    CheckpointError or BackendError.
     """
     rollout, model, tp, drafter = options.rollout, options.model, options.tp, options.drafter
     device, threads = torch.device(options.device), cpu_threads()
@@ -70,8 +69,6 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         rollout.numerics,
         (options.keep_layers or ()) if drafter is None else drafter.config.aux_layers,
     )
-    if options.load_weights:
-        decoder.load_weights(options.watched(iter_weights(model.path, config)))
     history = _history(rollout)
     drafter_decoder = None
     if rollout.speculation.trained and drafter is not None:
@@ -110,7 +107,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         engine.record_routed_experts()
     return EmbeddedBackend(
         engine,
-        ServedWeights.of_policy(config, options.sync.verify, 0 if options.load_weights else NO_WEIGHTS),
+        ServedWeights.of_policy(config, options.sync.verify),
         history=history,
         release_cache=rollout.release_cache,
     )

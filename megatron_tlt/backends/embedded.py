@@ -97,10 +97,7 @@ class EmbeddedBackend(BaseBackend):
     def read_responses(
         self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]
     ) -> None:
-        """Calls `sink` with each of these finished responses of at least two tokens and the hidden states that one
-        prefill computes, in any order. Their (prompt id, sample index) differ; `seed` is that of their sampling keys.
-        Only without live requests and while no states are collected. Mutates the KV cache and `stats`.
-        """
+        """See `RolloutBackend.read_responses`."""
         engine = self.engine
         self._weights.check_ready()
         by_name = {(r.prompt_id, r.sample_index): r for r in responses}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,6 @@ from megatron_tlt.config.rollout import SyncSection
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.config.rollout import RolloutSection
@@ -37,10 +35,6 @@ class EngineOptions:
     """Ranks that share this machine's memory."""
     longest_request: int = 0
     """Tokens of the longest prompt and response that will come: the cache must hold them. 0: not known."""
-    load_weights: bool = False
-    """Load the weights in `model.path` (policy version 0); else the first weight sync brings them."""
-    watched: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = iter
-    """Passes on, unchanged, the weights that `load_weights` loads."""
     drafter: SavedDrafter | None = None
     """A trained drafter in place of that in `rollout.speculation.drafter_path`."""
     keep_layers: tuple[int, ...] | None = None

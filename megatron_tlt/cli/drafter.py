@@ -102,7 +102,8 @@ def _eval(config: Config, world: World, args: argparse.Namespace) -> int:
 
     checked = _checked(config, world, args, [*check_held_out(config)])
     pretraining, backend = open_pretraining(*checked, world, tensor_parallel(world, config.rollout.tp))
-    push_policy(config, world, backend)
+    world.enter("load")
+    push_policy(config.model.path, backend, world, config.sync)
     params = held_out_params(sampling_params(config))
     result = pretraining.measure(pretraining.generate(held_out(config), 1, params, backend.generate))
     if world.is_main:

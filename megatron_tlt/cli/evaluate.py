@@ -62,7 +62,6 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     """Evaluates the model in `model.path` on the held-out prompts. Collective."""
     from megatron_tlt.data.prompts import held_out_prompts
     from megatron_tlt.observe.progress import build_progress
-    from megatron_tlt.sync.fingerprint import WeightFingerprint
     from megatron_tlt.trainer.chat_settings import with_date
     from megatron_tlt.trainer.environments import before_a_run, open_environments, prompts_of
     from megatron_tlt.trainer.evaluation import first_of_each
@@ -81,8 +80,8 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     rewards = reward_pool(config, world)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)
-    weights = WeightFingerprint(world)
-    push_policy(config, world, backend, weights.watch)
+    world.enter("load")
+    weights = push_policy(config.model.path, backend, world, config.sync)
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import TurnSource
     from megatron_tlt.observe.jsonl import JsonRow
-    from megatron_tlt.resilience.rollout_cache import RolloutCache, Weights
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.types import EngineStats, Prompt, Sample
 
@@ -278,14 +278,14 @@ def generate_file(
     """
     from megatron_tlt.backends.build import build_backend
     from megatron_tlt.config.run import RolloutCacheSection
-    from megatron_tlt.sync.fingerprint import WeightFingerprint
+    from megatron_tlt.trainer.models import push_policy
     from megatron_tlt.trainer.response_cache import cache_beside, response_identity
 
     section = rollout.model_copy(update={"tp": world.size})
-    weights = WeightFingerprint(world)
-    options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir), weights.watch)
+    options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir))
     backend = build_backend(options)
     try:
+        weights = push_policy(model_dir, backend, world)
         identity = response_identity(params, section, env, model_dir, tokenizer, options.device, world)
         cache = cache_beside(out_jsonl, RolloutCacheSection(), world, backend, weights, identity)
         started = time.perf_counter()
@@ -314,14 +314,9 @@ def _responses(cache: RolloutCache, call: GenerateCall, total: int, rank: int) -
 
 
 def _engine(
-    section: RolloutSection,
-    model_dir: Path,
-    tokenizer: HFTokenizer | None,
-    world: World,
-    longest: int,
-    watched: Callable[[Weights], Weights],
+    section: RolloutSection, model_dir: Path, tokenizer: HFTokenizer | None, world: World, longest: int
 ) -> EngineOptions:
-    """The engine of all ranks, for requests of at most `longest` tokens; its weights pass `watched`. Collective."""
+    """The engine of all ranks, for requests of at most `longest` tokens. Collective."""
     from megatron_tlt.backends.options import EngineOptions
     from megatron_tlt.config.model import ModelSection
     from megatron_tlt.trainer.models import tensor_parallel
@@ -334,8 +329,6 @@ def _engine(
         tp=tensor_parallel(world, world.size),
         local_ranks=section.tp,
         longest_request=longest,
-        load_weights=True,
-        watched=watched,
     )
 
 

@@ -70,9 +70,9 @@ class Dims:
         return [self.rank_at(at.tp, at.cp, at.dp, pp) for pp in range(self.pp)]
 
 
-def rollout_replica(rank: int, rollout_tp: int) -> tuple[int, int]:
-    """(replica, rank within it) of an engine: consecutive ranks form one replica."""
-    return rank // rollout_tp, rank % rollout_tp
+def rollout_replica(rank: int, rollout_tp: int) -> int:
+    """The engine of a rank: `rollout_tp` consecutive ranks form one replica."""
+    return rank // rollout_tp
 
 
 def is_first_of_engine(rank: int, rollout_tp: int) -> bool:

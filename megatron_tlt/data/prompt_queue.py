@@ -94,12 +94,12 @@ class PromptQueues:
     def open(self, prompts: Sequence[Prompt], num_samples: int) -> PromptQueue:
         """The queue of a rollout of `prompts`, those of all replicas. All ranks open their queues in the same order."""
         share = first_share(len(prompts), self.num_replicas, num_samples, self.max_running)
-        replica, _ = rollout_replica(self.world.rank, self.tp)
+        replica = rollout_replica(self.world.rank, self.tp)
         return PromptQueue(prompts, replica, self.num_replicas, share, self._new_ticket())
 
     def open_shared(self) -> Callable[[Sequence[Prompt]], PromptQueue]:
         """As `open`, for prompts that are named later, and not on all ranks; none is a replica's own."""
-        replica, _ = rollout_replica(self.world.rank, self.tp)
+        replica = rollout_replica(self.world.rank, self.tp)
         ticket = self._new_ticket()
         return lambda prompts: PromptQueue(prompts, replica, self.num_replicas, 0, ticket)
 

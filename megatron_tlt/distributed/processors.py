@@ -50,7 +50,7 @@ def processor(device: torch.device) -> str:
 def engine_cpus(ranks: Ranks, tp: int) -> frozenset[int]:
     """The CPUs of the `tp` ranks of this rank's engine, which are on one host. Collective."""
     everywhere = ranks.all_gather_object(os.sched_getaffinity(0))  # a launcher may bind each rank to its own
-    replica, _ = rollout_replica(ranks.rank, tp)
+    replica = rollout_replica(ranks.rank, tp)
     return frozenset().union(*everywhere[replica * tp : (replica + 1) * tp])
 
 

@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -53,15 +53,12 @@ from megatron_tlt.resilience.response_lines import (
 from megatron_tlt.types import Prompt, Sample
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_tlt.config.run import RolloutCacheSection
     from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import Drawn, GenerateCall
 
 _log = logging.getLogger(__name__)
-Weights = Iterable[tuple[str, "Tensor"]]
 Responses = dict[tuple[int, int], Sample]  # by (prompt id, sample index)
 
 
@@ -179,13 +176,6 @@ def _create_private(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
-class Fingerprint(Protocol):
-    """A checksum of all weights of a weight sync: `sync.fingerprint.WeightFingerprint`."""
-
-    def watch(self, weights: Weights) -> Weights: ...
-    def take(self) -> str: ...
-
-
 class RolloutCache:
     """One rank's part; the first rank of a replica writes, all of them read. Disk errors do not end a run, but where a
     response that was there at the step's begin cannot be read any more.
@@ -197,7 +187,6 @@ class RolloutCache:
         directory: Path,
         world: Ranks,
         backend: RolloutBackend,
-        weights: Fingerprint,
         *,
         identity: Mapping[str, Any],
         tp: int,
@@ -212,8 +201,8 @@ class RolloutCache:
         self._directory, self._world = directory, world
         self._backend = backend
         self.keeps = section.enabled and backend.capabilities.keyed_sampling
-        self._weights, self._identity, self._fresh = weights, dict(identity), fresh
-        self._replica, _ = rollout_replica(world.rank, tp)
+        self._identity, self._fresh = dict(identity), fresh
+        self._replica = rollout_replica(world.rank, tp)
         self._is_first = is_first_of_engine(world.rank, tp)
         self._start_id = os.urandom(4).hex()
         self._writer: ResponseWriter | None = None
@@ -248,16 +237,12 @@ class RolloutCache:
             )
         return f"reuses {found} of {total} responses, which earlier starts have left in {self._directory}"
 
-    def fingerprint(self, weights: Weights) -> Weights:
-        """Yields a weight sync's weights unchanged; their checksum becomes part of the key."""
-        return self._weights.watch(weights) if self.keeps else weights
-
-    def begin_step(self, step: int, policy_version: int) -> None:
-        """Begins the rollouts of `step` (1-based) with the weights of the last `fingerprint`. Collective."""
+    def begin_step(self, step: int, policy_version: int, weights: str) -> None:
+        """Begins the rollouts of `step` (1-based) with the `weights` of that fingerprint. Collective."""
         self._reused = 0
         if not self.keeps:
             return
-        self._key = {**self._identity, "policy_version": policy_version, "weights": self._weights.take()}
+        self._key = {**self._identity, "policy_version": policy_version, "weights": weights}
         directory = self._directory / f"step-{step:06d}"
         self._stored = self._scan(directory) if step in self._old_steps else []
         if self._writer is not None:

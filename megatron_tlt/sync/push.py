@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from megatron_tlt.errors import SyncError, shortened
 from megatron_tlt.sync.buckets import checksum, fill_buckets
+from megatron_tlt.sync.fingerprint import WeightFingerprint
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_tlt.config.rollout import SyncSection
-    from megatron_tlt.distributed.world import World
+    from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.interfaces import RolloutBackend
 
 MIB = 1 << 20
@@ -26,11 +27,13 @@ class BucketedSync:
     keeps its own shard. Peak extra memory is one bucket.
     """
 
-    def __init__(self, section: SyncSection, backend: RolloutBackend, world: World):
+    def __init__(self, section: SyncSection, backend: RolloutBackend, world: Ranks, hashes: bool = False):
+        """`hashes`: `fingerprint` names the weights of the last push."""
         self._limit = section.bucket_mib * MIB
         self._verify = section.verify
         self._backend = backend
         self._world = world
+        self._hash = WeightFingerprint(world) if hashes else None
 
     def push(
         self,
@@ -47,6 +50,8 @@ class BucketedSync:
         sums: dict[str, int] = {}
         num_buckets = num_bytes = 0
         self._backend.begin_update(version)
+        if self._hash is not None:
+            weights = self._hash.watch(weights)
         for bucket in fill_buckets(weights, version, self._limit):
             num_buckets += 1
             num_bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket.tensors)
@@ -63,6 +68,12 @@ class BucketedSync:
             "sync/mib": num_bytes / MIB,
             "sync/buckets": float(num_buckets),
         }
+
+    def fingerprint(self) -> str:
+        """A hash of all tensors of the last push but the drafter's, see `WeightFingerprint`; empty without `hashes`.
+        Collective.
+        """
+        return "" if self._hash is None else self._hash.take()
 
     def _compare(self, sent: dict[str, int]) -> None:
         got = self._backend.weight_checksums()

@@ -45,10 +45,10 @@ class ServedWeights:
         self._next_drafter = 0
 
     @classmethod
-    def of_policy(cls, policy: ModelConfig, keep_checksums: bool, version: int = NO_WEIGHTS) -> ServedWeights:
+    def of_policy(cls, policy: ModelConfig, keep_checksums: bool) -> ServedWeights:
         """A weight sync brings all of the policy's parameters; a tied head may come beside them."""
         ignorable = ("lm_head.weight",) if policy.tie_word_embeddings else ()
-        return cls(policy.parameter_shapes(), ignorable, keep_checksums, version)
+        return cls(policy.parameter_shapes(), ignorable, keep_checksums)
 
     def check_ready(self) -> None:
         """Raises BackendError unless the engine has a complete set of weights."""

@@ -27,7 +27,7 @@ from megatron_tlt.data.hub import hub_name
 from megatron_tlt.data.prompts import build_prompts, held_out_prompts
 from megatron_tlt.data.responses import read_responses
 from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_state
-from megatron_tlt.drafters.training.pretrain import DrafterPretraining, ReadingBackend, held_out_params
+from megatron_tlt.drafters.training.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError, no_such_file
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.observe.files import sync
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from megatron_tlt.drafters.base import SavedDrafter
     from megatron_tlt.drafters.model import DrafterConfig
     from megatron_tlt.drafters.training.batching import DraftSequence
+    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.resilience.signals import StopSignals
     from megatron_tlt.types import GenerateCall, Prompt, Sample, SamplingParams, Trajectory
 
@@ -68,7 +69,7 @@ class DrafterJob(Job):
         world: World,
         out: Path,
         settings: Mapping[str, Any],
-        start: Callable[[TensorParallel], tuple[DrafterPretraining, ReadingBackend]],
+        start: Callable[[TensorParallel], tuple[DrafterPretraining, RolloutBackend]],
         signals: StopSignals,
     ):
         """`settings`: see `training_settings`; `start` opens the training and its engine. Collective.
@@ -108,7 +109,8 @@ class DrafterJob(Job):
 
     def begin(self) -> bool:
         """Gives the engine the policy's weights; reads the responses, or generates those that the cache lacks."""
-        push_policy(self.config, self.world, self._backend, self._cache.fingerprint)
+        self.world.enter("load")
+        self._weights = push_policy(self.config.model.path, self._backend, self.world, self.config.sync)
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._cache.start(0)
         self.world.enter("drafter rollout")
@@ -129,7 +131,7 @@ class DrafterJob(Job):
         self, step: int, prompts: Sequence[Prompt], samples: int, params: SamplingParams
     ) -> list[DraftSequence]:
         """Responses with hidden states. Raises GracefulExit after a signal."""
-        self._cache.begin_step(step, 0)
+        self._cache.begin_step(step, 0, self._weights)
         cut_short = False
 
         def generate(call: GenerateCall) -> list[Sample]:
@@ -190,13 +192,12 @@ class DrafterJob(Job):
 
 def open_pretraining(
     config: Config, drafter: DrafterConfig, start: SavedDrafter | None, world: World, tp: TensorParallel
-) -> tuple[DrafterPretraining, ReadingBackend]:
+) -> tuple[DrafterPretraining, RolloutBackend]:
     """The training of `drafter`, from `start` if that is given, and its engine, still without weights. Collective.
 
     `config` is one without speculation.
     """
     backend = open_backend(config, world, open_tokenizer(config), tp, keep_layers=drafter.aux_layers)
-    assert isinstance(backend, ReadingBackend), "config/checks requires it"
     return DrafterPretraining(config, world, backend, sampling_params(config), drafter, start), backend
 
 

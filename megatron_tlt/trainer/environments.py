@@ -170,7 +170,7 @@ class Environments:
         Collective. Raises OpeningError.
         """
         rank, count = self._world.rank, self._world.size // self._tp
-        replica, _ = rollout_replica(rank, self._tp)
+        replica = rollout_replica(rank, self._tp)
         mine: list[str | None] | str
         try:
             mine = self._pool.openings(prompts[replica::count]) if is_first_of_engine(rank, self._tp) else []

@@ -20,9 +20,13 @@ from megatron_tlt.trainer.job import Job, State
 
 if TYPE_CHECKING:
     from megatron_tlt.actor.policy import MegatronPolicy
+    from megatron_tlt.checkpoint.manager import CheckpointManager
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafters.training.run_drafter import RunDrafter
+    from megatron_tlt.resilience.nonfinite import NonFiniteGuard
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
+    from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.sync.push import BucketedSync
     from megatron_tlt.trainer.batch_assembly import BatchAssembler, StepTable
     from megatron_tlt.trainer.evaluation import Evaluator
@@ -47,10 +51,13 @@ class RLTrainer(Job):
     evaluator: Evaluator | None
     recovery: Recovery
     metrics: RunMetrics
+    checkpoints: CheckpointManager
+    rollout_cache: RolloutCache
+    nonfinite: NonFiniteGuard
+    shutdown: GracefulShutdown
 
     def __post_init__(self) -> None:
         self.num_steps = self.config.train.num_steps
-        self.checkpoints, self.shutdown = self.recovery.checkpoints, self.recovery.shutdown
         self.empty_steps = EmptySteps(self.config, self.state, self.world.is_main)
 
     def run(self) -> bool:
@@ -68,7 +75,7 @@ class RLTrainer(Job):
             )
             return False
         self.metrics.start()
-        if not self.done and self.recovery.rollout_cache.has_old_steps:
+        if not self.done and self.rollout_cache.has_old_steps:
             self.note("no checkpoint yet: begins at step 1, with the responses of the rollout cache")
         self._collect_hidden_states()
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
@@ -81,22 +88,25 @@ class RLTrainer(Job):
 
     def step(self) -> None:
         """One RL step. A signal before the update drops it; after that it is finished."""
+        step = self.done + 1
         self.metrics.begin_step()
         self.recovery.begin_step()
-        groups, scored, of_rank = self.sampler.sample(self.state.step + 1)  # rollout, idle window, score
+        self.rollout_cache.begin_step(step, self.policy.policy_version, self.sync.fingerprint())
+        groups, scored, of_rank = self.sampler.sample(step)  # rollout, idle window, score
         stats = self.sampler.take_stats()
         self.sampler.release()  # until the weight sync
         with self.metrics.phase("exchange"):
             table, sequences = self.assembler.exchange(groups, scored)
         with self.metrics.phase("logprobs"):
             batch = self.assembler.build_batch(sequences, table)
-        self.recovery.may_stop("update")
+        self.shutdown.sync("update")  # the last place where a signal drops the step
         with self.metrics.phase("update"):
             updated = self._update(batch, table)
         with self.metrics.phase("merge"):
-            merged = self.drafter.merge(at_once=self.recovery.checkpoint_is_due())
+            merged = self.drafter.merge(at_once=self.checkpoints.is_scheduled(step))
         pushed = self._sync_weights()
         self.recovery.step_done()
+        self.shutdown.step_done()
         with self.metrics.phase("log"):
             row = {**batch.metrics, **updated, **table.metrics(), **merged, **pushed}
             self.metrics.log(row, stats, groups, scored, of_rank | self.drafter.buffer_metrics())
@@ -106,14 +116,14 @@ class RLTrainer(Job):
     def _update(self, batch: TrainBatch, table: StepTable) -> dict[str, float]:
         """Updates the policy. Returns metrics."""
         out = self.policy.train_step(batch)
-        return out.metrics | self.recovery.look_at(batch, out) | self.empty_steps.look(self.done + 1, table, out)
+        nonfinite = self.nonfinite.look(self.done + 1, batch, out)
+        return out.metrics | nonfinite | self.empty_steps.look(self.done + 1, table, out)
 
     def _sync_weights(self) -> dict[str, float]:
         """The policy, and the drafter if a merge has changed it, into every engine: both or none. Returns metrics."""
         with self.metrics.phase("weight_sync"):
             drafter = self.drafter.unpublished()
-            weights = self.recovery.watched(self.policy.named_weights())  # read on its way
-            metrics = self.sync.push(weights, self.policy.policy_version, drafter)
+            metrics = self.sync.push(self.policy.named_weights(), self.policy.policy_version, drafter)
             if drafter is not None:
                 self.drafter.mark_published(drafter[1])
         return metrics
@@ -154,14 +164,14 @@ class RLTrainer(Job):
                 self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
             else:
                 self.note(f"no checkpoint of step {self.done}: {self.unsaved()}")
-        self.recovery.rollout_cache.clear()
+        self.rollout_cache.clear()
         self.metrics.finish(self.checkpoints.latest())
 
     def close(self) -> None:
         """Frees engine, reward workers, communicators and log files. Collective."""
         self.sampler.close()
         self.metrics.close()
-        self.recovery.rollout_cache.close()
+        self.rollout_cache.close()
         super().close()
 
     # -- the rest of a job: its state, which `recovery` keeps, and its lines and phases --------------------
@@ -174,7 +184,9 @@ class RLTrainer(Job):
         return self.done >= self.num_steps and not self._is_evaluation_due()
 
     def load(self, state: State | None) -> None:
-        self.recovery.load(state)
+        if state is not None:
+            self.recovery.load(state)
+        self.rollout_cache.start(self.done)
 
     def state_dict(self) -> State:
         # Beside the state: the position on the learning-rate schedule is a count of mini-batches, its length another.
@@ -187,13 +199,13 @@ class RLTrainer(Job):
     def unsaved(self) -> str | None:
         if not self.policy.has_stepped:  # such a checkpoint could not be loaded again
             return "there was no update yet, the next start begins anew"
-        return self.recovery.nonfinite.unsaved()
+        return self.nonfinite.unsaved()
 
     def save_if_due(self) -> None:
         super().save_if_due()
-        self.recovery.rollout_cache.remove_until(self.checkpoints.newest)
+        self.rollout_cache.remove_until(self.checkpoints.newest)
         self.empty_steps.check()
-        self.recovery.nonfinite.check()
+        self.nonfinite.check()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.metrics.phase(name)

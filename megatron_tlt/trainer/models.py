@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megatron_tlt.backends import build as embedded
 from megatron_tlt.backends.options import EngineOptions
+from megatron_tlt.backends.trtllm import build as trtllm
+from megatron_tlt.backends.vllm import build as vllm
 from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
+from megatron_tlt.config.rollout import SyncSection
 from megatron_tlt.distributed.tensor_parallel import GroupTensorParallel, TensorParallel
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.drafters.training.sharing import HiddenStateSharing
 from megatron_tlt.interfaces import RolloutBackend
@@ -27,11 +32,18 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafters.base import SavedDrafter
     from megatron_tlt.drafters.model import DrafterModel
     from megatron_tlt.drafters.training.online_trainer import OnlineDrafterTrainer
-    from megatron_tlt.resilience.rollout_cache import Weights
+    from megatron_tlt.types import BackendName
+
+_BUILD: dict[BackendName, Callable[[EngineOptions], RolloutBackend]] = {
+    "embedded": embedded.build_backend,
+    "trtllm": trtllm.build_backend,
+    "vllm": vllm.build_backend,
+}
 
 
 def build_models(
@@ -61,12 +73,14 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
 
 
 def push_policy(
-    config: Config, world: World, backend: RolloutBackend, watched: Callable[[Weights], Weights] = iter
-) -> None:
-    """The weights of `model.path` into the engine, through `watched` on their way. Collective."""
-    world.enter("load")
-    weights = watched(iter_weights(config.model.path, ModelConfig.from_hf(config.model.path)))
-    BucketedSync(config.sync, backend, world).push(weights, version=0)
+    model: str | Path, backend: RolloutBackend, ranks: Ranks | None = None, section: SyncSection | None = None
+) -> str:
+    """The weights of the directory `model` into the engines of `ranks` (None: this process), as policy version 0.
+    Returns their fingerprint. Collective. Raises CheckpointError.
+    """
+    sync = BucketedSync(section or SyncSection(), backend, ranks or SingleProcess(), hashes=True)
+    sync.push(iter_weights(model, ModelConfig.from_hf(model)), version=0)
+    return sync.fingerprint()
 
 
 def open_backend(
@@ -101,8 +115,7 @@ def open_backend(
         takes_drafts=takes_drafts(config, world.size),
         kv_cache_bytes=kv_cache_bytes,
     )
-    folder = "" if config.rollout.engine_process is None else f".{config.rollout.backend}"
-    backend: RolloutBackend = import_module(f"megatron_tlt.backends{folder}.build").build_backend(options)
+    backend = _BUILD[config.rollout.backend](options)
     if backend.capabilities.tensor_parallel:  # captured graphs hold collectives of groups that end with the world
         world.at_close(backend.close)
     return backend
@@ -169,10 +182,10 @@ def _drafter_trainer(
 def _sharing(config: Config, world: World) -> HiddenStateSharing:
     """What replicas of the engine exchange after a merge."""
     online, tp = config.drafter.online, config.rollout.tp
-    replica, _ = rollout_replica(world.rank, tp)
     held = config.drafter.sizes(world.device.type).buffer_mib
     is_own = config.hidden_states_of == "actor"  # the actor spreads its states over replicas
     shared = 0 if is_own else int(min(online.share_mib, held) * 2**20)
+    replica = rollout_replica(world.rank, tp)
     return HiddenStateSharing(replica, world.size // tp, tp, shared, is_first_of_engine(world.rank, tp))
 
 

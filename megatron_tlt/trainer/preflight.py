@@ -6,11 +6,12 @@ import logging
 import math
 import socket
 from collections.abc import Hashable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_tlt.actor.base_fingerprint import weight_fingerprints
+from megatron_tlt.backends.trtllm import launch as trtllm_launch
+from megatron_tlt.backends.vllm import launch as vllm_launch
 from megatron_tlt.checkpoint.resume import resume_problems
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.algorithm import AlgorithmSection
@@ -327,9 +328,10 @@ def missing_files(config: TrainingConfig, device: Device | None = None) -> list[
     found_elsewhere = ("model.path", "model.tokenizer")  # the latter by `tokenizer_problems`
     named = {place.field: place.value for place in places(config) if place.field not in found_elsewhere}
     rollout = None if config.rl is None else config.rl.rollout
-    if rollout is not None and (engine := rollout.engine_process) is not None:
-        launch = import_module(f"megatron_tlt.backends.{rollout.backend}.launch")
-        problems += launch.launch_problems(engine, resolve_device(config, device))
+    if rollout is not None and rollout.backend == "vllm":
+        problems += vllm_launch.launch_problems(rollout.vllm, resolve_device(config, device))
+    elif rollout is not None and rollout.backend == "trtllm":
+        problems += trtllm_launch.launch_problems(rollout.trtllm)
     absent = [(field, path) for field, path in named.items() if not Path(path).exists()]
     return problems + [ConfigProblem(field, path, no_such_file(path)) for field, path in absent]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_tlt.data.tokenizer import HFTokenizer
     from megatron_tlt.distributed.together import Ranks
     from megatron_tlt.interfaces import RolloutBackend
-    from megatron_tlt.resilience.rollout_cache import Fingerprint
     from megatron_tlt.types import SamplingParams
 
 
@@ -60,13 +59,13 @@ def cache_beside(
     section: RolloutCacheSection,
     ranks: Ranks,
     backend: RolloutBackend,
-    weights: Fingerprint,
+    weights: str,
     identity: Mapping[str, Any],
 ) -> RolloutCache:
     """The cache, ready for responses, of a command that writes `out` whole at its end: OUT.unfinished, until `clear`.
 
-    Nothing is kept where `out` is None, a pipe or a device. Makes the directory of `out`. `weights` has seen those of
-    `backend`; `identity`: `response_identity`. Collective. Raises OSError.
+    Nothing is kept where `out` is None, a pipe or a device. Makes the directory of `out`. `weights`: the fingerprint of
+    those of `backend`; `identity`: `response_identity`. Collective. Raises OSError.
     """
     enabled = section.enabled and out is not None and (out.is_file() or not out.exists())
     enabled, directory = ranks.broadcast_object(enabled), Path(f"{out}.{UNFINISHED}")
@@ -77,7 +76,6 @@ def cache_beside(
         directory,
         ranks,
         backend,
-        weights,
         identity=identity,
         tp=identity["tp"],
         max_bytes=math.inf,  # as of OUT
@@ -86,5 +84,5 @@ def cache_beside(
         text = f"finished responses are kept in {directory} until all are there: the same command goes on with them"
         print(text, file=sys.stderr, flush=True)
     cache.start(0)
-    cache.begin_step(1, 0)
+    cache.begin_step(1, 0, weights)
     return cache

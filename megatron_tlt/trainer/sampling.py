@@ -27,17 +27,19 @@ if TYPE_CHECKING:
     from megatron_tlt.algorithms.base import Algorithm
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.prompt_queue import PromptQueues
+    from megatron_tlt.data.prompts import PromptStream
     from megatron_tlt.distributed.world import World
     from megatron_tlt.drafters.training.run_drafter import RunDrafter
     from megatron_tlt.idle.window import IdleWindow
     from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.observe.reduction import RankMetrics
+    from megatron_tlt.resilience.rollout_cache import RolloutCache
+    from megatron_tlt.resilience.shutdown import GracefulShutdown
     from megatron_tlt.rewards.pool import RewardPool
     from megatron_tlt.trainer.carry_over import CarriedGroups
     from megatron_tlt.trainer.environments import Environments
     from megatron_tlt.trainer.metrics import RunMetrics
     from megatron_tlt.trainer.pre_rollouts import PreRoller
-    from megatron_tlt.trainer.recovery import Recovery
     from megatron_tlt.types import EngineStats, Prompt
 
 _log = logging.getLogger(__name__)
@@ -62,10 +64,12 @@ class GroupSampler:
     """Samples and scores the groups of one rank."""
 
     config: Config
+    prompts: PromptStream
     carried: CarriedGroups
     queues: PromptQueues
     backend: RolloutBackend
-    recovery: Recovery
+    rollout_cache: RolloutCache
+    shutdown: GracefulShutdown
     drafter: RunDrafter
     idle_window: IdleWindow
     rewards: RewardPool
@@ -94,10 +98,10 @@ class GroupSampler:
         for _ in range(section.max_sampling_rounds if section.dynamic_sampling else 1):
             rounds += 1
             groups = self.carried.take(self._rollout(step, self._next_prompts(step, num_prompts)))
-            with self.metrics.phase("score"), self.recovery.unwatched("scoring"):
+            with self.metrics.phase("score"), self.shutdown.unwatched("scoring"):
                 failures = score(self.queues.world, self.rewards, groups)
                 scored += groups
-                if self.recovery.prompts.repeats:  # else no later step reads them
+                if self.prompts.repeats:  # else no later step reads them
                     share_responses(self.queues.world, self.backend, groups)
                 kept += [g for g in groups if self.algorithm.keep_group(g)]
                 left = [g for g in groups if not self.algorithm.keep_group(g)]
@@ -113,7 +117,7 @@ class GroupSampler:
                 _log.warning(failures)
             if len(ids) >= num_prompts:
                 break
-        row = self.recovery.end_rollouts() | self.carried.metrics(kept, self.backend.policy_version)
+        row = self.rollout_cache.end_step() | self.carried.metrics(kept, self.backend.policy_version)
         if section.dynamic_sampling:
             chosen = set(ids[:num_prompts])
             _forget_experts([group for group in kept if group.prompt.prompt_id not in chosen])
@@ -126,7 +130,7 @@ class GroupSampler:
         """The prompts of a rollout of `step`; with environments a phase, since their `reset` may take long."""
         if self.environments is None:
             return self.carried.next_prompts(count)
-        with self.metrics.phase("reset"), self.recovery.unwatched("the openings of environments"):
+        with self.metrics.phase("reset"), self.shutdown.unwatched("the openings of environments"):
             prompts = self.carried.next_prompts(count)
             if self.pre_rollouts is not None:
                 self.pre_rollouts.look_ahead(step)
@@ -155,7 +159,7 @@ class GroupSampler:
             report = self.idle_window.run(self.drafter.train_step, None if is_cut_short else pre_roll)
             dropped = 0 if pre_rollouts is None else pre_rollouts.exchange()
         self.metrics.end_window(report, dropped)
-        self.recovery.may_stop("rollout", is_cut_short)
+        self.shutdown.sync("rollout", is_cut_short)
         return groups
 
     def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[SampleGroup], bool]:
@@ -175,7 +179,7 @@ class GroupSampler:
             call = GenerateCall(queue, params, num_samples, self._report, have, begun=begun, turns=turns, drafts=drafts)
             if turns is not None and not self.config.rollout.releases_cache(self.queues.world.device.type):
                 call = replace(call, while_parked=self._train_drafter)  # else training takes the cache's memory
-            samples, is_cut_short = self.recovery.generate(call)
+            samples, is_cut_short = self.shutdown.interruptible(self.rollout_cache.generate, call)
         if samples:
             self._lengths = np.sort(np.array([len(s.token_ids) for s in samples], np.float64))
         if not self.queues.is_first:

@@ -30,7 +30,6 @@ from megatron_tlt.resilience.rollout_cache import RolloutCache
 from megatron_tlt.resilience.run_lock import RunLock, lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
 from megatron_tlt.rewards.pool import RewardPool
-from megatron_tlt.sync.fingerprint import WeightFingerprint
 from megatron_tlt.sync.push import BucketedSync
 from megatron_tlt.trainer import device_memory
 from megatron_tlt.trainer.batch_assembly import BatchAssembler
@@ -89,23 +88,16 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
     # Around rollout and update.
     queues = prompt_queues(config, world, tp)
     carried = CarriedGroups(world, prompts, config.rollout)
-    recovery = Recovery(
-        state=state,
-        prompts=prompts,
-        carried=carried,
-        backend=backend,
-        drafter=drafter,
-        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
-        rollout_cache=build_rollout_cache(config, run_dir, world, tokenizer, backend),
-        nonfinite=NonFiniteGuard(config.train.max_lost_steps, run_dir, world, policy.dims),
-        shutdown=GracefulShutdown(world, config.stop, signals, tp.largest),
-    )
+    rollout_cache = build_rollout_cache(config, run_dir, world, tokenizer, backend)
+    shutdown = GracefulShutdown(world, config.stop, signals, tp.largest)
     sampler = GroupSampler(
         config=config,
+        prompts=prompts,
         carried=carried,
         queues=queues,
         backend=backend,
-        recovery=recovery,
+        rollout_cache=rollout_cache,
+        shutdown=shutdown,
         drafter=drafter,
         idle_window=_idle_window(config, world, tp, drafter, metrics),
         rewards=rewards,
@@ -124,10 +116,14 @@ def build_trainer(config: Config, world: World, signals: StopSignals | None = No
         assembler=BatchAssembler(world, policy, algorithm, temperature, prompts_per_step),
         policy=policy,
         drafter=drafter,
-        sync=BucketedSync(config.sync, backend, world),
+        sync=BucketedSync(config.sync, backend, world, hashes=rollout_cache.keeps),
         evaluator=build_evaluator(config, held_out, backend, rewards, queues, environments, repeats=True),
-        recovery=recovery,
+        recovery=Recovery(state=state, prompts=prompts, carried=carried, backend=backend, drafter=drafter),
         metrics=metrics,
+        checkpoints=CheckpointManager(config.checkpoint, run_dir, config.train.num_steps, policy, world, lock),
+        rollout_cache=rollout_cache,
+        nonfinite=NonFiniteGuard(config.train.max_lost_steps, run_dir, world, policy.dims),
+        shutdown=shutdown,
     )
 
 
@@ -247,7 +243,6 @@ def build_rollout_cache(
         run_dir / "rollout_cache",
         world,
         backend,
-        WeightFingerprint(world),
         identity=identity,
         tp=config.rollout.tp,
         fresh=config.checkpoint.resume == "never",

@@ -87,7 +87,9 @@ def prompts(tokenizer: HFTokenizer) -> list[Prompt]:
 @pytest.fixture(scope="module")
 def ours(tokenizer: HFTokenizer) -> EmbeddedBackend:
     """The embedded engine, without speculation."""
-    return build_backend(EngineOptions(RolloutSection(), MODEL, tokenizer=tokenizer, load_weights=True))
+    backend = build_backend(EngineOptions(RolloutSection(), MODEL, tokenizer=tokenizer))
+    push(backend, 0, None)
+    return backend
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def trtllm_launch(section: TrtllmSection) -> EngineLaunch:
     )
 
 
-def launch_problems(section: TrtllmSection, device: str | None) -> list[ConfigProblem]:
+def launch_problems(section: TrtllmSection) -> list[ConfigProblem]:
     """An environment that is not on this machine."""
     if section.python is None or Path(section.python).exists():
         return []

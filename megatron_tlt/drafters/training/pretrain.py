@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoc
 from megatron_tlt.drafters.training.measure import MeasuredAcceptance, measure
 from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import ConfigError
-from megatron_tlt.interfaces import RolloutBackend
 from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
 from megatron_tlt.observe.progress import ProgressDisplay, build_progress
@@ -42,21 +41,12 @@ from megatron_tlt.types import GenerateCall, Trajectory
 if TYPE_CHECKING:
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
+    from megatron_tlt.interfaces import RolloutBackend
     from megatron_tlt.types import HiddenStateSample, Prompt, Sample, SamplingParams
 
 _T = TypeVar("_T")
 _EVAL_SEED_OFFSET = 0x5EED  # as in evaluation: not the noise of training rollouts
 _MEASURED_TOKENS = 1024  # of a batch that is measured, at least: nothing is kept for a backward pass
-
-
-@runtime_checkable
-class ReadingBackend(RolloutBackend, Protocol):
-    """A rollout engine that also reads finished responses."""
-
-    def read_responses(
-        self, responses: Sequence[Trajectory], seed: int, sink: Callable[[HiddenStateSample], None]
-    ) -> None:
-        """Reads whole responses with `EmbeddedBackend.read_responses`."""
 
 
 class DrafterPretraining:
@@ -66,7 +56,7 @@ class DrafterPretraining:
         self,
         config: Config,
         world: World,
-        backend: ReadingBackend,
+        backend: RolloutBackend,
         params: SamplingParams,
         drafter: DrafterConfig,
         start: SavedDrafter | None = None,
@@ -131,8 +121,7 @@ class DrafterPretraining:
     def _share(self, everything: Sequence[_T]) -> list[_T]:
         """Every R-th one, of R replicas."""
         tp = self._config.rollout.tp
-        replica, _ = rollout_replica(self._world.rank, tp)
-        return list(everything[replica :: self._world.size // tp])
+        return list(everything[rollout_replica(self._world.rank, tp) :: self._world.size // tp])
 
     def _read(self, responses: Sequence[Trajectory], seed: int) -> list[HiddenStateSample]:
         """The hidden states of those of at least two tokens."""

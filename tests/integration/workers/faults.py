@@ -65,9 +65,9 @@ def in_phases(do):
 def cached(rank, step, responses):
     add, begin_step, seen = ResponseWriter.add, RolloutCache.begin_step, []
 
-    def begin(self, number, version):
+    def begin(self, number, *policy):
         seen[:] = [self._world.rank, number, 0]
-        begin_step(self, number, version)
+        begin_step(self, number, *policy)
 
     def add_and_die(self, sample, prompt_crc):
         add(self, sample, prompt_crc)

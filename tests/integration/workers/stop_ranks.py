@@ -74,7 +74,7 @@ def run_once(job, world):
         world.store.delete_key(STORE_KEY)  # one world for all starts, where every start has its own
     world.barrier()
     latest = read_latest(Path(config.train.run_dir) / "checkpoints")
-    return ended, 0 if latest is None else step_of(latest), trainer.recovery.shutdown.has_dropped_step
+    return ended, 0 if latest is None else step_of(latest), trainer.shutdown.has_dropped_step
 
 
 def body(world):

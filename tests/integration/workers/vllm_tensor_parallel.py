@@ -14,6 +14,7 @@ from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.distributed.world import World
 from megatron_tlt.drafters.checkpoint import load_drafter
+from megatron_tlt.trainer.models import push_policy
 from megatron_tlt.trainer.setup import tensor_parallel
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import FakeTurns
@@ -62,7 +63,8 @@ def main() -> None:
     assert len(states) == len(mine) == 16
     assert engine.take_stats().speculation.accept_length > 1.5
     if world.is_main:
-        ours = build_backend(EngineOptions(RolloutSection(), MODEL, tokenizer=tokenizer, load_weights=True))
+        ours = build_backend(EngineOptions(RolloutSection(), MODEL, tokenizer=tokenizer))
+        push_policy(MODEL.path, ours)
         expected = ours.generate(GenerateCall(prompts, params, 4))
         assert [s.token_ids for s in mine] == [s.token_ids for s in expected]
     of_turns = replace(params, max_turn_tokens=20)

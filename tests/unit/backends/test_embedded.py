@@ -23,6 +23,7 @@ from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.hf.writer import save_hf
+from megatron_tlt.trainer.models import push_policy
 from megatron_tlt.types import (
     GenerateCall,
     HiddenStateSample,
@@ -40,7 +41,8 @@ PARAMS = SamplingParams(max_tokens=12)
 
 def test_built_from_a_directory_and_pushed_to(model_dir: Path):
     rollout, model = RolloutSection(kv_cache_mib=4), ModelSection(path=str(model_dir), max_context=64)
-    loaded = build_backend(EngineOptions(rollout, model, tokenizer=CharTokenizer(), load_weights=True))
+    loaded = build_backend(EngineOptions(rollout, model, tokenizer=CharTokenizer()))
+    push_policy(model.path, loaded)
     expected = loaded.generate(GenerateCall(PROMPTS, PARAMS, 2))
     pushed = build_backend(EngineOptions(rollout, model, SyncSection(verify=True), tokenizer=CharTokenizer()))
     pushed.begin_update(0)
@@ -88,9 +90,9 @@ def drafting_backend(model_dir: Path, drafter: EagleModel, selector: str = "fixe
     speculation = SpeculationSection(drafter="eagle", selector=selector, draft_len=6)
     rollout = RolloutSection(kv_cache_mib=4, speculation=speculation)
     model = ModelSection(path=str(model_dir), max_context=64)
-    return build_backend(
-        EngineOptions(rollout, model, load_weights=True, drafter=SavedDrafter(drafter.config, drafter.state_dict()))
-    )
+    backend = build_backend(EngineOptions(rollout, model, drafter=SavedDrafter(drafter.config, drafter.state_dict())))
+    push(backend, 0)
+    return backend
 
 
 def test_rotary_tables_are_as_long_as_the_context(model_dir: Path):
@@ -184,8 +186,9 @@ def test_a_resumed_backend_orders_prompts_alike(model_dir: Path, drafter: str):
     """The order is part of what a PyTorch decoder rounds by: a resumed run must repeat it."""
     rollout = RolloutSection(kv_cache_mib=4, speculation=SpeculationSection(drafter=drafter))
     model = ModelSection(path=str(model_dir), max_context=64)
-    backends = [build_backend(EngineOptions(rollout, model, load_weights=True)) for _ in range(2)]
+    backends = [build_backend(EngineOptions(rollout, model)) for _ in range(2)]
     for backend in backends[:1]:
+        push(backend, 0)
         backend.generate(GenerateCall(PROMPTS, PARAMS, 2))
         lengths = {"q3": 4, "q1": 9}
         backend.remember([PastResponse(q, np.zeros(n, np.int32), 1.0, 1) for q, n in lengths.items()])

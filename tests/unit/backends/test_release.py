@@ -16,6 +16,7 @@ from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.eagle.model import EagleModel
+from megatron_tlt.trainer.models import push_policy
 from megatron_tlt.types import GenerateCall, HiddenStateSample, Prompt, SamplingParams
 from tests.helpers.mpi import run_one
 from tests.helpers.tiny_models import TINY
@@ -33,7 +34,9 @@ def backend_of(model_dir: Path, release_cache: bool, kernels: str = "auto", draf
         torch.manual_seed(0)
         made = EagleModel(EagleConfig.of(TINY))
         trained = SavedDrafter(made.config, made.state_dict())
-    return build_backend(EngineOptions(rollout, model, load_weights=True, drafter=trained, keep_layers=()))
+    backend = build_backend(EngineOptions(rollout, model, drafter=trained, keep_layers=()))
+    push_policy(model_dir, backend)
+    return backend
 
 
 def responses(backend: EmbeddedBackend) -> list[tuple[list[int], list[float]]]:

@@ -127,7 +127,7 @@ def imports(body: list[ast.stmt]) -> Iterator[str]:
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
-            case ast.ImportFrom(module=str(module)):
+            case ast.ImportFrom(module=str(module), level=0):  # relative ones lead to no other package
                 yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
             case ast.If() if "TYPE_CHECKING" not in ast.dump(node.test):
                 yield from imports([*node.body, *node.orelse])

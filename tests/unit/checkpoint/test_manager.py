@@ -38,8 +38,8 @@ def manager(folder: Path, failing: set[int], resume: str = "auto") -> tuple[Chec
     """
     begun: list[str] = []
 
-    def start_save(target: Path, *_: Any) -> Save:
-        begun.append(target.name)
+    def start_save(target: Path, state: Any, keep: int | None, files: Any) -> Save:
+        begun.append(target.name if keep else f"{target.name} beside all others")
         return Save(target, len(begun) - 1 in failing)
 
     policy: Any = SimpleNamespace(start_save=start_save, load=lambda path: {})
@@ -53,6 +53,13 @@ def test_a_signal_behind_a_save_that_fails_saves_the_last_finished_step(tmp_path
     checkpoints.save_now(3, dict)
     assert begun == ["step-000002", "step-000003"] and (checkpoints.newest, checkpoints.save_s) == (3, 30.0)
     assert "step-000002; step 3 is saved in its place" in caplog.text
+
+
+def test_a_save_that_may_not_prune_removes_no_older_checkpoint(tmp_path):
+    checkpoints, begun = manager(tmp_path, set())
+    checkpoints.save_now(3, dict, prune=False)
+    checkpoints.save_now(4, dict)
+    assert begun == ["step-000003 beside all others", "step-000004"]
 
 
 def test_a_save_that_fails_is_an_error_of_every_rank_once_and_the_next_save_is_tried(tmp_path):

@@ -23,6 +23,7 @@ from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import BackendError, ConfigError, DataError
 from megatron_tlt.interfaces import CAPABILITIES
 from megatron_tlt.resilience.rollout_cache import ResponseWriter
+from megatron_tlt.trainer import models
 from megatron_tlt.trainer.chat_checks import plain_prompt_warning
 from megatron_tlt.types import EngineStats, Prompt, Sample, SamplingParams
 from tests.helpers.chat_models import QWEN3, chat_model
@@ -143,6 +144,7 @@ def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_
         generate=lambda call: samples, take_stats=EngineStats, close=lambda: None, capabilities=can
     )
     monkeypatch.setattr(build, "build_backend", lambda options: engine)
+    monkeypatch.setattr(models, "push_policy", lambda *_: "")
     prompts, model = [Prompt(0, "p:1", (1,), "")], ROOT / "assets/demo-policy"
     generate_alone(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), n=3)
     (warning,) = caplog.messages

@@ -32,4 +32,4 @@ def test_a_grid_that_does_not_fit_names_the_sizes(world, tp, pp):
 
 
 def test_rollout_replicas_are_consecutive_ranks():
-    assert [rollout_replica(r, 2) for r in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rollout_replica(r, 2) for r in range(4)] == [0, 0, 1, 1]

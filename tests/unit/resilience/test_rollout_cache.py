@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -141,17 +141,6 @@ def test_a_failed_environment_is_tried_again(tmp_path: Path) -> None:
 WORLD = SingleProcess()
 
 
-class Weights:
-    """A fingerprint that is the value of the last weight sync."""
-
-    def watch(self, weights: Iterable[Any]) -> Iterator[Any]:
-        self._seen = list(weights)
-        return iter(self._seen)
-
-    def take(self) -> str:
-        return repr(self._seen)
-
-
 class Engine:
     """Responses are a function of the keys; `asked` is what had to be generated."""
 
@@ -179,7 +168,7 @@ class Engine:
 
 
 def make(run_dir: Path, engine: Engine, seed: int = 3, fresh: bool = False, world: Any = WORLD) -> RolloutCache:
-    parts: Any = (run_dir / "rollout_cache", world, engine, Weights())
+    parts: Any = (run_dir / "rollout_cache", world, engine)
     return RolloutCache(RolloutCacheSection(), *parts, identity={"seed": seed}, tp=1, fresh=fresh)
 
 
@@ -199,8 +188,7 @@ def run_step(
     """One process: starts after step - 1 steps, weight syncs weights, responses, is ended."""
     cache = make(run_dir, engine, **options)
     cache.start(step - 1)
-    list(cache.fingerprint([("w", weight)]))  # type: ignore[list-item]
-    cache.begin_step(step, 0)
+    cache.begin_step(step, 0, str(weight))
     try:
         queue = PromptQueue(prompts, 0, 1, len(prompts), lambda: 0)
         call = GenerateCall(queue, PARAMS, SAMPLES, on_response=on_response, begun=begun or {}, have=have, turns=turns)
@@ -245,8 +233,7 @@ def test_responses_to_prompts_that_another_replica_fetches_are_left_to_it_undeco
     engine = Engine()
     cache = make(tmp_path, engine)
     cache.start(0)
-    list(cache.fingerprint([("w", 1.0)]))  # type: ignore[list-item]
-    cache.begin_step(1, 0)
+    cache.begin_step(1, 0, "1.0")
     tickets = iter((1, 3, 4))
     queue = PromptQueue(PROMPTS, 0, 2, 0, lambda: next(tickets))
     samples = cache.generate(GenerateCall(queue, PARAMS, SAMPLES))
@@ -290,8 +277,7 @@ def test_the_files_of_earlier_starts_are_parsed_once_a_step_each_by_one_rank(
         parsed.clear()
         cache = make(tmp_path, Engine(), world=world)
         cache.start(0)
-        list(cache.fingerprint([("w", 1.0)]))  # type: ignore[list-item]
-        cache.begin_step(1, 0)
+        cache.begin_step(1, 0, "1.0")
         for prompts in (PROMPTS[:1], PROMPTS):  # two rounds of one step
             call = GenerateCall(PromptQueue(prompts, 0, 1, len(prompts), lambda: 0), PARAMS, SAMPLES)
             found.append(set(cache.find(call)))
@@ -372,6 +358,6 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
 
 def test_a_cache_that_is_off_leaves_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "rollout_cache/step-000001").mkdir(parents=True)
-    parts: Any = (tmp_path / "rollout_cache", WORLD, Engine(), Weights())
+    parts: Any = (tmp_path / "rollout_cache", WORLD, Engine())
     RolloutCache(RolloutCacheSection(enabled=False), *parts, identity={}, tp=1, fresh=False).clear()
     assert (tmp_path / "rollout_cache/step-000001").exists()

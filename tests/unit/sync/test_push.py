@@ -68,3 +68,17 @@ def test_verify_names_the_rank_that_holds_other_weights():
     sync = BucketedSync(SyncSection(verify=True), RecordingBackend(), TwoRanks())
     with pytest.raises(SyncError, match=r"ranks 0 and 1 hold different weights: w3$"):
         sync.push(WEIGHTS.items(), version=1)
+
+
+def test_the_fingerprint_is_that_of_all_weights_of_the_last_push_and_of_no_drafter():
+    sync = BucketedSync(SyncSection(bucket_mib=1), RecordingBackend(), SingleProcess(), hashes=True)
+    names = []
+    for weights, drafter in (
+        (WEIGHTS, None),
+        (WEIGHTS, ({"fc.weight": torch.zeros(1)}, 5)),
+        ({**WEIGHTS, "w4": WEIGHTS["w4"] + 1}, None),
+    ):
+        sync.push(weights.items(), version=3, drafter=drafter)
+        names.append(sync.fingerprint())
+    assert names[0] == names[1] != names[2] and len(names[0]) == 64
+    assert BucketedSync(SyncSection(), RecordingBackend(), SingleProcess()).fingerprint() == ""

@@ -12,6 +12,7 @@ from megatron_tlt.algorithms.build import ALGORITHMS, build_algorithm
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.dims import Dims
+from megatron_tlt.distributed.exchange import sum_over_replicas
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.speculation.history import ResponseHistory
@@ -263,6 +264,12 @@ def test_losses_of_routers_have_a_gradient_in_every_response(losses):
     )
     _, (sequences,) = assembler.exchange(groups, groups)
     assert len(sequences) == (11 if losses else 3), "an aborted response is not trained on, whatever the loss"
+
+
+def test_sums_of_a_step_are_those_of_one_rank_of_each_replica():
+    """All ranks of a replica hold the same sequences."""
+    world = SimpleNamespace(all_gather_object=lambda _: [np.array([rank]) for rank in range(4)])
+    assert sum_over_replicas(world, Dims.fit(4, 2, 1, 1, 1), np.array([0])) == [0 + 2]
 
 
 class Metered(SingleProcess):

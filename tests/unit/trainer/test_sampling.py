@@ -17,7 +17,6 @@ from megatron_tlt.data.prompt_queue import PromptQueues
 from megatron_tlt.errors import RewardError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
-from megatron_tlt.trainer.recovery import TrainState
 from megatron_tlt.trainer.sampling import GroupSampler
 from megatron_tlt.types import (
     GenerateCall,
@@ -118,7 +117,7 @@ def sampler_of(
     rollout = {"samples_per_prompt": 2, "carry_over": carry_over}
     overrides = {"train": {"prompts_per_step": wanted}, "rollout": rollout}
     left = iter(PROMPTS)
-    stream = SimpleNamespace(next_batch=lambda n: [next(left) for _ in range(n)], state_dict=dict)
+    stream = SimpleNamespace(next_batch=lambda n: [next(left) for _ in range(n)], state_dict=dict, repeats=repeats)
     config = Config.model_validate({"model": {"path": "m"}, "algorithm": section, **overrides})
     return GroupSampler(
         config=config,
@@ -129,13 +128,12 @@ def sampler_of(
         idle_window=SimpleNamespace(begin=lambda: None, run=lambda step_fn, pre_roll: None),
         rewards=Rewards(),
         algorithm=build_algorithm(section, max_tokens=8),
-        recovery=SimpleNamespace(
-            state=TrainState(),
-            prompts=SimpleNamespace(repeats=repeats),
-            generate=lambda call: (ranks.generate(call), False),
-            may_stop=lambda *_: None,
+        prompts=stream,
+        rollout_cache=SimpleNamespace(generate=ranks.generate, end_step=lambda: {"rollout_cache/reused": 0.0}),
+        shutdown=SimpleNamespace(
+            interruptible=lambda generate, call: (generate(call), False),
+            sync=lambda *_: None,
             unwatched=lambda what: ranks.unwatched.append(what) or nullcontext(),
-            end_rollouts=lambda: {"rollout_cache/reused": 0.0},
         ),
         metrics=ranks,
     )  # type: ignore[arg-type]
