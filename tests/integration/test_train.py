@@ -30,8 +30,8 @@ def test_layouts_of_four_ranks_train_alike(tmp_path):
 
 
 def test_algorithms_train(tmp_path):
-    """Each branch of a step, at a temperature that ratios and KLs have too: a reference, a KL in the reward, groups asked
-    for again, ratios of whole responses.
+    """Each branch of a step: a reference, a KL in the reward, groups asked for again, ratios of whole responses. Ratios
+    and KLs are at the temperature of the rollout.
     """
     off = {"checkpoint": {"every": 0}, "eval": {"every": 0}}
     config = write_config(tmp_path, train={"num_steps": 2}, rollout={"temperature": 0.7}, **off)
