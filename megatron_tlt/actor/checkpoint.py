@@ -196,7 +196,7 @@ def sharded_state(
 
     `values_of`: see `start_save`; None to load, into the state itself.
     """
-    metadata = _metadata(groups, module.config)
+    metadata = _metadata(groups)
     loading = values_of is None
     read = values_of or (lambda tensor: tensor)
     optimizer_shards.prime(optimizer)
@@ -211,12 +211,10 @@ def sharded_state(
     return {"model": model, "optimizer": state}
 
 
-def _metadata(groups: ActorGroups, config: Any) -> dict[str, Any]:
+def _metadata(groups: ActorGroups) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        # Layers with and without experts have no common tensor: keys then carry the layer's number.
-        "non_homogeneous_layers": bool(config.num_moe_experts) and not all(config.moe_layer_freq),
         "dp_cp_group": groups.dp,
     }
 
@@ -272,7 +270,7 @@ def load_model(world: World, module: Any, groups: ActorGroups, path: str, config
                 raise CheckpointError(damage)
     with cpu_as_cuda(), _no_pickles(world, directory):
         keys = {"non_homogeneous_layers": source.has_tensor_a_layer}
-        wanted = module.sharded_state_dict(metadata=_metadata(groups, module.config) | keys)
+        wanted = module.sharded_state_dict(metadata=_metadata(groups) | keys)
         left = (_EXTRA_STATE, *FACTORS)  # adapters come later
         weights = {name: part for name, part in wanted.items() if not name.endswith(left)}
         state = dist_checkpointing.load({"model": weights}, str(directory))

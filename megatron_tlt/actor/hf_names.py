@@ -170,8 +170,11 @@ def expert_fields(config: ModelConfig) -> dict[str, Any]:
     their number differently.
     """
     shared = config.shared_expert_intermediate_size
+    pattern = [int(layer in config.moe_layers) for layer in range(config.num_layers)]
     return {
-        "moe_layer_freq": [int(layer in config.moe_layers) for layer in range(config.num_layers)],
+        # By a list megatron stores the tensors of each layer apart: for layers with and without experts, which have no
+        # common tensor.
+        "moe_layer_freq": pattern if config.has_mixed_layers else 1,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
         # softmax over the chosen logits = softmax over all, chosen, divided by their sum

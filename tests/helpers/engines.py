@@ -67,18 +67,6 @@ def small_config(family: str) -> ModelConfig:
     )
 
 
-def assert_scored(model, jobs: list[Job], responses: Responses) -> None:
-    """The log-probabilities of all responses are those that a pass of `transformers`' model over them gives."""
-    for prompt_id, prompt, params, n in jobs:
-        for index in range(n):
-            tokens, logprobs = responses[prompt_id, index]
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            scored = (logits / (params.temperature or 1.0)).log_softmax(-1)
-            expected = scored.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
-
-
 class CountingSampler(Sampler):
     """The PyTorch sampler; counts draws that rounding may decide."""
 

@@ -233,6 +233,7 @@ def run_turns(engine: Engine, jobs, source: FakeTurns, while_parked=None) -> Tra
     assert engine.is_idle and not source.live
     assert engine.blocks.num_free == engine.blocks.num_blocks
     assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
+    assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_with_stops == 0
     cut = {at(r) for r in finished if r.finish_reason == "length"}
     assert source.discarded == (cut if engine.runner.tp.rank == 0 else set())
     return {at(r): trajectory(r) for r in finished}

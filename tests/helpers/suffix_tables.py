@@ -15,7 +15,7 @@ from megatron_tlt.config.speculation import SuffixSection
 from megatron_tlt.models.decoders.draft import Draft
 from megatron_tlt.models.decoders.keys import TOKEN_STEP, mix, row_keys
 from megatron_tlt.models.decoders.native.abi import library
-from megatron_tlt.models.decoders.native.suffix_abi import STEPS
+from megatron_tlt.models.decoders.native.suffix_abi import ODDS, STEPS
 from megatron_tlt.rollout.request import Request
 from megatron_tlt.rollout.rows import RunningRows
 from megatron_tlt.rollout.speculation import suffix
@@ -48,8 +48,8 @@ class Pool:
 class Table:
     """A drafter with its rows, fed by hand; `naive` follows along."""
 
-    def __init__(self, depth: int = 4, history: ResponseHistory | None = None, mib: int = 64):
-        self.rows = RunningRows(8, 64, 4, V, max_output=1 << 14)
+    def __init__(self, depth: int = 4, history: ResponseHistory | None = None, mib: int = 64, vocab: int = V):
+        self.rows = RunningRows(8, 64, 4, vocab, max_output=1 << 14)
         with pytest.MonkeyPatch.context() as shallow:
             shallow.setattr(suffix, "_DEPTH", depth)
             self.drafter = suffix.SuffixDrafter(SuffixSection(history_mib=mib), self.rows, history)
@@ -125,7 +125,10 @@ def check_against_naive(table: Table, draft: Draft, strategy: DraftStrategy) -> 
             assert score[int(draft.tokens[i])] >= ranked[0][0] - 1e-4, "not the best candidate"
             context = sum(longest >= bound for bound in (3, 5, 8, 12))
             size = sum(len(shares) >= bound for bound in (2, 3, 5, 9))
-            assert draft.feature[i] % (STEPS * STEPS) == context * STEPS + size
+            share = shares[int(draft.tokens[i])]
+            odds = math.log(share / max(1 - share, 1e-4)) + 2
+            near = {min(max(int(odds + d), 0), ODDS - 1) for d in (-1e-4, 1e-4)}
+            assert divmod(draft.feature[i], STEPS * STEPS) in {(o, context * STEPS + size) for o in near}
             cumulative_acceptance *= float(rates[draft.feature[i]])
             assert draft.cumulative_acceptance[i] == pytest.approx(cumulative_acceptance, rel=1e-5)
             text.append(int(draft.tokens[i]))

@@ -30,11 +30,15 @@ def test_layouts_of_four_ranks_train_alike(tmp_path):
 
 
 def test_algorithms_train(tmp_path):
-    """Each branch of a step: a reference, a KL in the reward, groups asked for again, ratios of whole responses."""
-    config = write_config(tmp_path, train={"num_steps": 2}, checkpoint={"every": 0}, eval={"every": 0})
+    """Each branch of a step: a reference, a KL in the reward, groups asked for again, ratios of whole responses. Ratios
+    and KLs are at the temperature of the rollout.
+    """
+    off = {"checkpoint": {"every": 0}, "eval": {"every": 0}}
+    config = write_config(tmp_path, train={"num_steps": 2}, rollout={"temperature": 0.7}, **off)
+    again = ["algorithm.dynamic_sampling=true", "algorithm.overlong_buffer=8"]
     variants = {
         "grpo_kl": ["algorithm.kl_coef=0.1", "algorithm.mini_batches=2"],
-        "dapo": ["algorithm.name=dapo", "algorithm.dynamic_sampling=true", "algorithm.overlong_buffer=8"],
+        "dapo": ["algorithm.name=dapo", "algorithm.kl_coef=0.1", *again],
         "reinforce": ["algorithm.name=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
         "gspo": ["algorithm.name=gspo", "algorithm.mini_batches=2"],
     }
@@ -44,6 +48,7 @@ def test_algorithms_train(tmp_path):
         assert [row["step"] for row in mine] == [1, 2], name
         assert all(row["policy/grad_norm"] > 0 for row in mine), name
         assert all(row["policy/mismatch_abs"] < 1e-4 for row in mine), name
+    assert rows(tmp_path / "dapo")[0]["policy/kl_ref"] < 1e-6, "of one update, whose policy is the reference"
 
 
 def test_wrong_configurations_end_with_2_and_every_problem(tmp_path):

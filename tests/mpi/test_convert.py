@@ -26,13 +26,14 @@ from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.models.hf.writer import save_hf
 from tests.helpers.mpi import run_ranks
-from tests.mpi.workers.actor_common import KINDS, LORA, results, save_model
+from tests.mpi.workers.actor_common import KINDS, LORA, MOE_KINDS, results, save_model
 
 pytestmark = pytest.mark.ci
 
 # A run pads their rows to a multiple of its TP; the converter stores the model's.
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 WORKER = "tests/mpi/workers/actor_checkpoint.py"
+EVERY = (*KINDS, *MOE_KINDS)
 
 
 def at(kind: str, tp: int = 2, **layout: Any) -> str:
@@ -44,8 +45,7 @@ def at(kind: str, tp: int = 2, **layout: Any) -> str:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models of each family, each converted."""
     place = tmp_path_factory.mktemp("convert")
-    save_model("qwen2_moe", place / "qwen2_moe")
-    for kind in KINDS:
+    for kind in EVERY:
         save_model(kind, place / kind)
         MegatronConversion.plan(place / kind, None).write(place / f"{kind}-mg", SingleProcess())
     return place
@@ -72,11 +72,13 @@ def four_ranks(root: Path) -> list[dict[str, Any]]:
         f"start {root}/damaged {at('qwen3', pp=2)}",
         f"start {root}/llama-mg {at('qwen3', pp=2)}",
         *(f"once {root}/run-{kind} {at(kind, pp=2)}" for kind in KINDS),
+        *(f"once {root}/run-{kind} {at(kind, tp=1, pp=2, ep=2)}" for kind in MOE_KINDS),
         f"once {root}/run-lora {at('qwen2_moe', tp=1, pp=2, ep=2, lora=LORA)}",
         f"once {root}/run-lora-dense {at('qwen3', pp=2, lora=LORA)}",
         f"foreign {root}/each {at('qwen2', pp=2, flags={'non_homogeneous_layers': True})}",
         f"start {root}/each {at('qwen2', pp=2)}",
         f"start {spoiled} {at('qwen3', pp=2)}",
+        *(f"start {root}/{kind}-mg {at(kind, tp=1, pp=2, ep=2)}" for kind in MOE_KINDS),
     ]
     return results(run_ranks(4, WORKER, str(root), " + ".join(commands)).stdout)
 
@@ -85,7 +87,7 @@ def starts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [r for r in found if r["case"] == "start"]
 
 
-@pytest.mark.parametrize("which", [0, 1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("which", [0, 1, 2, 3, 4, 5, 8, 10, 11])
 def test_a_start_from_megatron_equals_one_from_hugging_face_bit_for_bit(
     four_ranks: list[dict[str, Any]], which: int
 ) -> None:
@@ -104,7 +106,7 @@ def test_damage_and_another_model_are_refused(four_ranks: list[dict[str, Any]]) 
     assert "holds more than numbers" in starts(four_ranks)[9]["error"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_keys_and_shapes_are_those_that_megatron_writes(
     four_ranks: list[dict[str, Any]], root: Path, kind: str
 ) -> None:
@@ -124,7 +126,7 @@ def test_keys_and_shapes_are_those_that_megatron_writes(
     assert objects(run) <= objects(mine) and objects(run)  # Transformer Engine's norms have some, too
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_runs_checkpoint_is_exported_bit_for_bit(
     four_ranks: list[dict[str, Any]], root: Path, kind: str, tmp_path: Path
 ) -> None:

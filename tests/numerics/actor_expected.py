@@ -43,10 +43,12 @@ def write_expected(root: Path, kind: str) -> None:
     weights = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
     with torch.no_grad():
         logprobs = {t: [_token_stats(model, s, t)[0].numpy() for s in every] for t in TEMPERATURES}
+        of_tokens = [(_token_stats(model, s, 0.8)[1], torch.from_numpy(s.loss_mask)) for s in every]
+    entropy = float(sum(h @ mask for h, mask in of_tokens) / sum(mask.sum() for _, mask in of_tokens))
     loss = sum(_weighted_nll(model, s, 0.8) for s in every) / 250.0
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found = {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients}
+    found = {"weights": weights, "logprobs": logprobs, "loss": loss.item(), "gradients": gradients, "entropy": entropy}
     if kind in LORA_KINDS:
         found["lora"] = write_adapter(root / kind, model, every)
     if kind == "qwen3_moe":

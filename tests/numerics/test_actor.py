@@ -30,6 +30,7 @@ def test_equals_transformers(kind: str) -> None:
     assert found["reference"] <= 1e-4
     assert found["gradients"] <= 1e-5, found
     assert found["loss"] <= 1e-5
+    assert found["entropy"] <= 1e-5, "the mean of unmasked tokens"
 
 
 def test_replayed_experts_and_the_routers_losses_have_transformers_gradients() -> None:
@@ -210,14 +211,14 @@ def test_layout_equals_one_rank(name: str, kind: str, variant: str) -> None:
     outcome = found(name, kind, variant)
     assert outcome["exact"], "exported tensors must equal the source bit for bit"
     assert outcome["logprobs"] <= 1e-4
-    for what in ("gradients", "weights", "loss", "grad_norm"):
+    for what in ("gradients", "weights", "loss", "grad_norm", "entropy"):
         assert outcome[what] <= 1e-5, (what, outcome)
 
 
 @pytest.mark.parametrize(("name", "kind"), ROUTED)
 def test_replayed_experts_and_the_routers_losses_equal_one_rank(name: str, kind: str) -> None:
     outcome = found(name, kind, "routed")
-    for what in ("gradients", "weights", "loss", "grad_norm"):
+    for what in ("gradients", "weights", "loss", "grad_norm", "entropy"):
         assert outcome[what] <= 1e-5, (what, outcome)
 
 

@@ -31,8 +31,8 @@ NATIVE = [("native", name) for name in ("gqa3", "odd head", "wide group", "exper
 TORCH = [("torch", name) for name in ("gqa3", "odd sizes", "experts", "wide mlp")]
 CASES = [(*case, dtype) for case in NATIVE + TORCH for dtype in (torch.float32, torch.bfloat16)]
 BATCHES = {"native": (1, 2, 3, 5, 7, 11, 12, 13, 24, 63, 69), "torch": (1, 6, 15, 32)}
-PIECES = {  # the last one is what remains
-    "native": (700, [[1] * 40, [13, 256, 1, 300], [255, 257], [650]]),  # chunks of 256 rows and 512 of context
+PIECES = {  # the last one is what remains; native chunks have 256 rows and 512 of context
+    "native": (700, [[1] * 40, [13, 256, 1, 300], [255, 254, 1, 1, 2, 1, 5, 1], [650]]),
     "torch": (150, [[1] * 20, [13, 64, 1, 30], [17, 80], [149]]),
 }
 

@@ -19,7 +19,6 @@ from megatron_tlt.models.decoders.native.decoder import keyed_sample
 from megatron_tlt.rollout.masks import apply_masks
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 from tests.helpers.engines import CountingSampler
-from tests.helpers.tiny_models import row_key
 
 CPU = torch.device("cpu")
 MASKS = [(0, 1.0, 0.0), (8, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.9, 0.05)]
@@ -125,11 +124,3 @@ def test_native_equals_torch(masks: tuple[int, float, float]):
     torch.testing.assert_close(logprobs.double(), before_masks, atol=5e-6, rtol=0)
     greedy = torch.from_numpy(rows.temperature) == 0
     assert torch.equal(tokens[greedy].long(), logits[greedy].argmax(-1))
-
-
-def test_row_keys_are_the_scalar_definition_and_do_not_collide():
-    cases = [(s, p, i, t) for s in (0, 5) for p in (0, 1, 2**40, -3) for i in range(4) for t in range(50)]
-    scalar = [row_key(*case) for case in cases]
-    requests = np.array([request_key(*case[:3]) for case in cases], np.uint64)
-    assert row_keys(requests, np.array([c[3] for c in cases], np.int32)).tolist() == scalar
-    assert len(set(scalar)) == len(scalar)

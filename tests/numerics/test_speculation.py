@@ -25,7 +25,6 @@ from tests.helpers.engines import (
     OracleDrafter,
     RandomSelector,
     Responses,
-    assert_scored,
     attach,
     generate_all,
     make_engine,
@@ -36,7 +35,7 @@ from tests.helpers.engines import (
 from tests.helpers.fake_decoder import CharTokenizer
 from tests.helpers.mpi import ROOT
 from tests.helpers.stepping import run_out
-from tests.helpers.tiny_models import hf_model, model_config, named_weights, random_weights
+from tests.helpers.tiny_models import random_weights
 
 
 def plain(family: str, jobs, **options) -> tuple[Responses, list]:
@@ -62,21 +61,6 @@ def test_equal_whatever_is_drafted(family, spoil):
         assert selector.emitted < 1.1 * selector.rows
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_logprobs_of_accepted_drafts_equal_a_scoring_pass(family: str, kernels: str):
-    """`transformers` scores the responses: an accepted token's log-probability is the policy's, not the drafter's."""
-    model = hf_model(family)
-    config, weights, jobs = model_config(model), named_weights(model), random_jobs(131, 6, seed=11)
-    oracle = OracleDrafter(generate_all(make_engine(config, weights), jobs), 131, 0.2)
-    engine = make_engine(config, weights, kernels)
-    selector = RandomSelector("oracle", 6)
-    attach(engine, oracle, selector)
-    responses = generate_all(engine, jobs)
-    assert selector.emitted > 1.1 * selector.rows
-    assert_scored(model, jobs, responses)
-
-
 def test_equal_in_small_batches_and_budgets():
     jobs = random_jobs(131, 10, seed=6)
     expected, weights = plain("qwen2", jobs)
@@ -84,25 +68,6 @@ def test_equal_in_small_batches_and_budgets():
         engine = make_engine(small_config("qwen2"), weights, max_running=max_running, budget=budget)
         attach(engine, OracleDrafter(expected, 131, 0.2), RandomSelector("oracle", 8))
         assert generate_all(engine, jobs) == expected
-
-
-def test_equal_across_chunk_borders():
-    """Contexts beyond 512 positions, where attention changes its chunk."""
-    config = small_config("qwen2")
-    weights = random_weights(config, seed=5)
-    params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3)
-    jobs = [(i, list(range(1, 100)) * 5, params, 1) for i in range(2)]
-
-    def long_engine() -> Engine:
-        decoder = build_decoder(config, "cpu", torch.float32, "native", 1, None)
-        decoder.load_weights(weights)
-        limits = SchedulerLimits(4, 600, 1024, config.vocab_size)
-        return Engine(decoder, limits, 100, 16, native_sample=partial(keyed_sample, threads=1))
-
-    expected = generate_all(long_engine(), jobs)
-    other = long_engine()
-    attach(other, OracleDrafter(expected, 131, 0.2), RandomSelector("oracle", 12))
-    assert generate_all(other, jobs) == expected
 
 
 DRAFTERS = [

@@ -125,7 +125,7 @@ class WeightedNll:
 
 @dataclass
 class ClippedRatio:
-    """PPO's clipped objective with a k3 KL term to the reference."""
+    """PPO's clipped objective with a k3 KL term to the reference and an entropy term."""
 
     kl: float = 0.1
 
@@ -136,8 +136,8 @@ class ClippedRatio:
         policy = -torch.minimum(ratio * x.advantages, clipped * x.advantages)
         distance = x.ref_logprobs - x.logprobs
         kl = distance.exp() - distance - 1
-        value = (policy + self.kl * kl) * x.weights * x.mask
-        return value.sum(), {"kl": (kl.detach() * x.mask).sum(), "ratio_max": ratio.detach().max()}
+        value = (policy + self.kl * kl - 0.01 * x.entropy) * x.weights * x.mask
+        return value.sum(), {"ratio_max": ratio.detach().max()}
 
 
 @dataclass

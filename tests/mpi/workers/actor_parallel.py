@@ -74,9 +74,9 @@ def compare(world: World, root: Path, kind: str, layout: dict[str, Any], variant
         "logprobs": logprobs,
         "gradients": relative_error(found["gradients"], expected["gradients"])[0],
         "weights": relative_error(found["weights"], expected["weights"])[0],
-        "loss": max(abs(a - b) / abs(b) for a, b in zip(found["loss"], expected["loss"], strict=True)),
-        "grad_norm": max(abs(a - b) / b for a, b in zip(found["grad_norm"], expected["grad_norm"], strict=True)),
     }
+    for name in ("loss", "grad_norm", "entropy"):
+        outcome[name] = max(abs(a - b) / abs(b) for a, b in zip(found[name], expected[name], strict=True))
     # Every rank checks its own view; rank 0 tells the worst.
     views = world.all_gather_object(outcome)
     worst = {name: (all if name == "exact" else max)(view[name] for view in views) for name in outcome}

@@ -77,6 +77,7 @@ def parity(world: World, root: Path, kind: str) -> None:
         gradients=gradients,
         where=where,
         loss=abs(out.metrics["loss"] - expected["loss"]),
+        entropy=abs(out.metrics["entropy"] - expected["entropy"]),
     )
 
 

@@ -87,14 +87,14 @@ def scenario_batches(dp: int, at: int, with_short: bool = False, routed_layers: 
 
 
 def run_scenario(policy: MegatronPolicy) -> dict[str, Any]:
-    """Losses, gradient norms, the gradients of the first step and the weights after all three."""
-    out: dict[str, Any] = {"loss": [], "grad_norm": [], "kl": []}
+    """Losses, gradient norms, entropies, the gradients of the first step and the weights after all three."""
+    out: dict[str, Any] = {"loss": [], "grad_norm": [], "entropy": []}
     with_short = isinstance(policy.loss, Algorithm)  # of "gspo"
     routed = len(policy.config.moe_layers) if policy.actor.router_replay == "rollout" else 0
     for i, batch in enumerate(scenario_batches(policy.dims.dp, policy.groups.at.dp, with_short, routed)):
         metrics = policy.train_step(batch).metrics
-        for name in ("loss", "grad_norm", "kl"):
-            out[name].append(metrics.get(name))
+        for name in ("loss", "grad_norm", "entropy"):
+            out[name].append(metrics[name])
         if i == 0 and policy.actor.distributed_optimizer != "on":
             out["gradients"] = copy_of(named_gradients(policy))
     out["weights"] = copy_of(policy.named_weights()) | copy_of(named_factors(policy, attrgetter("data")))

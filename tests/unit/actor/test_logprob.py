@@ -1,4 +1,4 @@
-"""Token log-probs and entropy against the textbook: values, gradients, padding, chunks."""
+"""Token log-probs and entropy against the textbook: values, gradients, chunks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,6 @@ def test_equals_the_textbook(temperature: float, chunk: int, monkeypatch: pytest
     (gradient,) = torch.autograd.grad((found[0] * weights[0] + found[1] * weights[1]).sum(), logits)
     (expected,) = torch.autograd.grad((wanted[0] * weights[0] + wanted[1] * weights[1]).sum(), logits)
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_padding_columns_do_not_exist() -> None:
-    logits = torch.randn(4, 8, requires_grad=True)
-    labels = torch.tensor([0, 1, 2, 4])
-    padded = token_statistics(logits, labels, VocabShard(0, 5, None), 1.0, with_entropy=False)[0]
-    torch.testing.assert_close(padded.double(), textbook(logits[:, :5], labels, 1.0)[0], atol=1e-6, rtol=1e-6)
-    (gradient,) = torch.autograd.grad(padded.sum(), logits)
-    assert gradient[:, 5:].abs().max() == 0
 
 
 def test_bf16_logits_lose_nothing_but_their_own_rounding() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_tlt.actor.metrics import reduce_over_world
+from megatron_tlt.actor.metrics import per_token, reduce_over_world
 from megatron_tlt.config.dims import Dims
 
 
@@ -30,4 +30,5 @@ def test_the_host_waits_once_for_a_micro_batch() -> None:
         found = reduce_over_world(parts, Dims.fit(1, 1, 1, 1, 1), SimpleNamespace(all_gather_object=lambda v: [v]))
     first, second = (float(torch.tensor(values[0])) for values in figures)
     assert found == {"loss": first + second, "tokens": 7.0, "ratio_max": 2.5}
+    assert per_token(found) == {"loss": found["loss"] / 7, "tokens": 7.0, "ratio_max": 2.5}
     assert waits.count == 2

@@ -351,8 +351,13 @@ def test_metrics_are_sums_over_unmasked_tokens() -> None:
     torch.testing.assert_close(metrics["mismatch_abs_max"], ratio.abs().max())
     torch.testing.assert_close(metrics["mismatch_k3"], (ratio.exp() - 1 - ratio).sum())
     torch.testing.assert_close(metrics["importance_weight"], ratio.exp().clamp(max=2).sum())
-    moved = torch.cat([a.logp.detach() - a.old for a in kept])
+    assert metrics["importance_truncated"] == (ratio.exp() >= 2).sum() > 0
+    moved, away = (torch.cat([x.detach() for x in of]) for of in zip(*((a.logp - a.old, a.ref - a.logp) for a in kept)))
     torch.testing.assert_close(metrics["policy_kl"], (moved.exp() - 1 - moved).sum())
+    torch.testing.assert_close(metrics["kl_ref"], (away.exp() - 1 - away).sum())
+    advantages = torch.cat([torch.from_numpy(s.advantages) for s, a in zip(sequences, responses) if not a.truncated])
+    assert metrics["clip_low"] == ((moved.exp() < 0.8) & (advantages < 0)).sum() > 0
+    assert metrics["clip_high"] == ((moved.exp() > 1.2) & (advantages > 0)).sum() > 0
     assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())
 
 

@@ -20,7 +20,7 @@ from megatron_tlt.config.rollout import RolloutSection
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.data import hub_answers
-from megatron_tlt.data.hub import cached, fetch_argument, hub_name, is_name, names_of, on_this_machine, with_names
+from megatron_tlt.data.hub import fetch_argument, hub_name, is_name, names_of, on_this_machine, with_names
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.drafters.state_file import drafter_state_writer
 from megatron_tlt.errors import ConfigError
@@ -331,14 +331,3 @@ def test_check_says_what_would_be_fetched_and_fetches_where_it_is_asked_to(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main([*command, "data.train.path=no/rows", "data.train.split=train"]) == 0
     assert f"data.train.path = no/rows ({NO_PATH} no whole dataset" in capsys.readouterr().out
-
-
-def test_a_path_that_exists_wins_over_a_name(
-    hub: Hub, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a/policy").mkdir(parents=True)
-    settings.append("rollout.speculation.drafter=none")
-    assert on_this_machine(configured(settings), ALONE).model.path == "a/policy"
-    assert cached(configured(settings))[0].model.path == "a/policy"
-    assert not any("policy" in line for line in hub.asked)

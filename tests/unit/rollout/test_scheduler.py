@@ -1,4 +1,4 @@
-"""Scheduling must never show in the responses. Any order, pool size and preemption: test_turns.py, tests/numerics."""
+"""Scheduling must never show in the responses. Any order, batch, pool and preemption: test_turns.py, numerics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_tlt.errors import BackendError
-from megatron_tlt.rollout.engine import Engine
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.types import SamplingParams
@@ -39,16 +38,6 @@ def make_jobs(seed: int, count: int = 12) -> list[Job]:
         )
         jobs.append((i, [rng.randrange(1, V) for _ in range(rng.randint(1, 40))], params, rng.randint(1, 5)))
     return jobs
-
-
-def responses(engine: Engine, jobs: list[Job]) -> Responses:
-    for prompt_id, prompt, params, n in jobs:
-        engine.add(prompt, params, prompt_id, indices=range(n))
-    finished = run_out(engine)
-    assert engine.blocks.num_free == engine.blocks.num_blocks
-    assert len(engine.scheduler.rows._free_slots) == engine.limits.max_running
-    assert engine.scheduler.rows.num_masked == engine.scheduler.rows.num_with_stops == 0
-    return {(r.prompt_id, r.sample_index): response(r) for r in finished}
 
 
 def response(request: Request) -> tuple:
@@ -97,11 +86,6 @@ def test_alone_equals_the_definition(jobs: list[Job], reference: Responses):
             assert reference[prompt_id, index][0] == naive_response(prompt, params, prompt_id, index)
             checked += 1
     assert checked > 5
-
-
-@pytest.mark.parametrize(("max_running", "budget"), [(1, 5), (3, 64), (8, 1), (64, 5)])
-def test_any_batch_and_chunk_size(jobs: list[Job], reference: Responses, max_running: int, budget: int):
-    assert responses(fake_engine(max_running=max_running, budget=budget), jobs) == reference
 
 
 @pytest.mark.parametrize("spare_blocks", [0, 400])

@@ -57,7 +57,11 @@ def test_any_change_gives_another(change: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_the_sum_for_devices_sees_every_bit_and_every_exchange(dtype: torch.dtype) -> None:
+def test_the_sum_for_devices_sees_every_bit_and_every_exchange(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of numbers that are summed apart."""
+    monkeypatch.setattr("megatron_tlt.sync.fingerprint._CHUNK", 8)
     torch.manual_seed(1)
     tensor = (torch.randn(37) * 50).to(dtype)
     flat = tensor.view(torch.uint8)

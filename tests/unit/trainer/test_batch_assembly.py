@@ -101,10 +101,11 @@ def test_kl_in_the_reward_lowers_the_sample_that_drifted():
     algorithm = build_algorithm(section, max_tokens=8)
 
     def logprobs(sequences, temperature, which):
+        assert temperature == 0.7
         drifted = {0: 2.0 if which == "policy" else 0.0}
         return [np.full(len(s.advantages), drifted.get(s.trajectory.sample_index, 0.0), np.float32) for s in sequences]
 
-    _, batch = assembled(algorithm, make_groups(num_prompts=1), logprobs)
+    _, batch = assembled(algorithm, make_groups(num_prompts=1), logprobs, temperature=0.7)
     first, _, third = batch.mini_batches[0]
     assert first.advantages[0] < third.advantages[0]
 

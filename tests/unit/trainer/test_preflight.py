@@ -229,20 +229,6 @@ def test_a_drafter_that_is_not_here_says_which_vocabulary_is_planned():
     assert warning(draft_vocab_size=64).endswith("assumes 64 tokens (rollout.speculation.draft_vocab_size)")
 
 
-def test_tasks_rewards_and_layout_are_wrong_at_once():
-    config = make(
-        actor={"tp": 3},
-        data={"train": {"tasks": [{"name": "chain_sums"}, {"name": "chain_sum", "params": {"min_term": 1}}]}},
-        rewards={"functions": [{"name": "python", "path": "no_such_module:f"}]},
-    )
-    with pytest.raises(ConfigError) as caught:
-        check_report(config, 4)
-    paths = {problem.path.split("[")[0] for problem in caught.value.problems}
-    assert {"data.train.tasks.0.name", "rewards.functions.0.path"} <= paths
-    assert any(path.startswith("data.train.tasks.1") for path in paths)
-    assert any("actor.tp" in path for path in paths)
-
-
 def test_what_two_checks_find_is_said_once():
     config = make(
         data={"train": {"kind": "jsonl", "tasks": []}},

@@ -1,4 +1,4 @@
-"""Directories that killed processes left go, those of living ones stay; logs stay to be read."""
+"""Directories that killed processes left go, those of living ones stay."""
 
 import fcntl
 import os
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tlt.workers import scratch
-from megatron_tlt.workers.scratch import OF_MACHINE, ScratchDirectory, show_use, sweep_scratch
+from megatron_tlt.workers.scratch import OF_MACHINE, ScratchDirectory, sweep_scratch
 
 KILLED = """
 import os, signal
@@ -61,17 +60,3 @@ def test_a_killed_process_leaves_a_directory_to_the_next_start_on_its_machine(tm
         assert sorted(temporary.iterdir()) == sorted([*others, alive.path])
     alive.close()
     assert sorted(temporary.iterdir()) == sorted(others)
-
-
-def test_a_log_goes_when_it_is_old_and_no_engine_writes_it(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = temporary / f"{OF_MACHINE}12345678.log"
-    with log.open("w") as file:
-        show_use(file.fileno())
-        engine = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
-    assert sweep_scratch(tmp_path / "none", young_s=-1) == [], "of a week ago at the earliest"
-    monkeypatch.setattr(scratch, "_LOG_S", -1.0)
-    assert sweep_scratch(tmp_path / "none") == [], "the engine lives"
-    engine.communicate()
-    assert sweep_scratch(tmp_path / "none") == [log.name] and not log.exists()

@@ -140,6 +140,9 @@ def test_a_log_stays_while_its_engine_lives_and_goes_when_it_is_old(
     monkeypatch.setattr(scratch, "_LOG_S", -1.0)
     sweep_scratch(tmp_path / "none")
     assert log.exists() and str(log) in str(process.failure("fails"))
+    monkeypatch.undo()
+    assert log.name not in sweep_scratch(tmp_path / "none", young_s=-1), "it is to be read for a week"
+    monkeypatch.setattr(scratch, "_LOG_S", -1.0)
     assert log.name in sweep_scratch(tmp_path / "none")
 
 

@@ -234,17 +234,9 @@ def test_the_process_needs_an_environment(monkeypatch: pytest.MonkeyPatch) -> No
     launch = vllm_launch(rollout(python="/v/bin/python"), "cpu")
     assert launch.python == "/v/bin/python"
     assert launch.environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-
-
-@pytest.mark.parametrize(("numerics", "value"), [("default", 0), ("invariant", 1)])
-def test_invariant_numerics_reach_the_process(numerics: Any, value: int, tmp_path: Path) -> None:
-    """A Python that prints the variable and ends: the error shows what it has printed."""
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "batch invariant: $VLLM_BATCH_INVARIANT" >&2; exit 7\n')
-    python.chmod(0o755)
-    section = rollout(python=str(python)).model_copy(update={"numerics": numerics})
-    with pytest.raises(BackendError, match=f"batch invariant: {value}"):
-        EngineProcess(vllm_launch(section, "cpu"))
+    for numerics, value in (("default", "0"), ("invariant", "1")):
+        section = rollout(python="/v/bin/python").model_copy(update={"numerics": numerics})
+        assert vllm_launch(section, "cpu").environment["VLLM_BATCH_INVARIANT"] == value
 
 
 def engine_of(device: str, folder: Path) -> str:

@@ -68,7 +68,8 @@ def test_a_checkpoint_of_another_program_converts(models, tmp_path, family):
     """Padded to 128 rows with rubbish, unchunked, optimizer state beside it: as Megatron-LM might leave it."""
     hf, model = models[family]
     tensors = naive_megatron(model, padded_vocab=256)
-    tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(4)
+    for prefix in ("optimizer", "chained_1.optimizer"):  # of one optimizer, and of one beside that of experts
+        tensors[f"{prefix}.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(4)
     save_foreign(tmp_path / "mg", tensors, None if family == "llama" else 1200)
     HfConversion.plan(tmp_path / "mg", None, config=hf).write(tmp_path / "hf", SingleProcess())
     found = dict(iter_weights(tmp_path / "hf"))

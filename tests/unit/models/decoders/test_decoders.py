@@ -24,7 +24,7 @@ from megatron_tlt.models.decoders.native import abi, build
 from megatron_tlt.models.hf.config import ModelConfig
 from tests.helpers.mpi import run_one, start_one
 from tests.helpers.thread_ranks import ThreadRank, on_ranks
-from tests.helpers.tiny_models import Driver, moe_config, random_weights
+from tests.helpers.tiny_models import Driver, moe_config, random_weights, rows_input
 
 CONFIG = ModelConfig("qwen2", 101, 64, 2, 4, 2, 16, 96, qkv_bias=True, max_position_embeddings=128)
 EXPERTS, NORMED = (moe_config(family, 101) for family in ("qwen2_moe", "qwen3_moe"))
@@ -141,6 +141,18 @@ def test_copied_blocks_serve_a_forked_sequence(kernels: str, dtype: torch.dtype)
     driver.done[1] = 40
     out = driver.step([(0, [5]), (1, [5])]).logits
     assert torch.equal(out[0], out[1])
+
+
+def test_more_experts_than_a_byte_numbers() -> None:
+    """And than rows are computed together."""
+    config, rows, found = replace(NORMED, num_experts=300), rows_input([list(range(90))], [0], [range(6)]), []
+    rows.all_routed_experts = True
+    for kernels in KERNELS:
+        decoder = loaded(kernels, config)
+        found.append(decoder.forward(rows, decoder.new_kv_cache(6, 16)))
+    native, torchs = (out.routed_experts for out in found)
+    assert native.dtype == torch.int16 and native.max() > 255 and torch.equal(native, torchs)
+    torch.testing.assert_close(*(out.logits for out in found), atol=1e-4, rtol=1e-4)
 
 
 def test_positions_beyond_the_first_rotary_table() -> None:

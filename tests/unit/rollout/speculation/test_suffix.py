@@ -12,6 +12,7 @@ from megatron_tlt.models.decoders.native.suffix_abi import (
     BAD_HANDLE,
     BAD_TOKEN,
     NO_MEMORY,
+    STEPS,
 )
 from megatron_tlt.rollout.speculation import suffix
 from megatron_tlt.rollout.speculation.history import ResponseHistory
@@ -58,6 +59,22 @@ def test_drafts_end_at_their_lengths_and_at_the_least_acceptance() -> None:
     assert (full.counts <= lengths).all() and full.counts[3] == 1
     cut = table.propose(DraftStrategy("suffix", 6, 0.15), lengths)
     assert 0 < cut.num_tokens < full.num_tokens and (cut.cumulative_acceptance >= 0.15).all()
+
+
+def test_a_node_of_many_children_drafts_the_most_frequent_and_a_list_of_candidates_ends_at_16() -> None:
+    """The second of ten children is the last one of their list until its count has moved it to the front."""
+    table = Table(depth=1, vocab=64)
+    once = [token for child in range(10, 20) for token in (5, child)]
+    table.admit(make_request(0, [1], [*once, *[5, 11] * 20, 5], temperature=0.0))
+    assert table.propose(lengths=[1]).tokens.tolist() == [11]
+    table = Table(depth=3, vocab=64)
+    behind: list[int] = []  # children 10 to 17 of the longest context, which ends the text, 20 to 27 and 30 to 37
+    for start, before in ((10, [1, 2, 3]), (20, [4, 2, 3]), (30, [4, 5, 3])):
+        behind += [token for child in range(start, start + 8) for token in (*before, child)]
+    table.admit(make_request(0, [6], [*behind, 1, 2, 3], temperature=0.0))
+    draft = table.propose(lengths=[1])
+    # 10, alone in all three lists, has a share of 1 in 12; by a context of 3 tokens and at least 9 candidates.
+    assert (draft.tokens.tolist(), draft.feature.tolist()) == ([10], [STEPS + 4])
 
 
 def test_a_preempted_request_is_not_read_twice() -> None:
