@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.lib.bench_record import ROOT, write_record
+from benchmarks.lib.bench_record import LARGE_PAGES, ROOT, write_record
 from benchmarks.lib.child import Child, serve
 from benchmarks.lib.rollout_sides import AS_SHIPPED, OURS, SIDES, Response, Work, load, write_vllm_drafter
 
@@ -137,7 +137,7 @@ def open_side(side: str, args: argparse.Namespace, context: int, vllm_drafter: P
     options += ["--vllm-python", str(args.vllm_python), *(["--eager"] if args.eager else [])]
     options += ["--drafter", str(args.drafter if is_ours else vllm_drafter)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return Child(side, [python, __file__, *options], 1, {"PYTHONPATH": path})
+    return Child(side, [python, __file__, *options], 1, {"PYTHONPATH": path, **LARGE_PAGES})
 
 
 def measure(children: list[Child], source: PromptSource, requests: int, turns: int, batches: int) -> Rows:

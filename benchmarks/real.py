@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib import on_off, plain_cost, real_data, real_picture, real_serving
-from lib.bench_record import ROOT, read_record, write_record
+from lib.bench_record import LARGE_PAGES, ROOT, read_record, write_record
 from lib.training_runs import Rows, launch, train
 
 sys.path.insert(0, str(ROOT))
@@ -225,7 +225,7 @@ def plain_decoding(chain: Chain) -> Found:
     turns = ["--turns", "2", "--tokens", "8"] if chain.args.quick else []
     models = ["--model", str(chain.policy), "--drafter", str(chain.drafter), "--dtype", chain.args.dtype]
     words = [*models, *turns, "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **LARGE_PAGES, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, str(plain_cost.__file__), *words], cwd=ROOT, env=environment, check=True)
     rows, figures = read_record(out)
     return [{"part": "plain", **row} for row in rows], figures

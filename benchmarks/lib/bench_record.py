@@ -12,8 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Ranks and engines that a benchmark starts have their heap on pages of 2 MiB, as those of launch/local.sh.
-os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+# Of ranks and engines that a benchmark starts: their heap is on pages of 2 MiB, as that of launch/local.sh.
+LARGE_PAGES = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")}
 
 
 def machine() -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.lib.bench_record import ROOT, write_record
+from benchmarks.lib.bench_record import LARGE_PAGES, ROOT, write_record
 from benchmarks.lib.prompt_rows import write_rows
 from megatron_tlt.config.actor import ADAM_EPS
 from megatron_tlt.config.load import load_config
@@ -126,7 +126,7 @@ def free_port() -> int:
 def call(command: list[str], log: Path, **environment: str) -> None:
     """Runs a job at the root of the repository. Raises SystemExit with the end of its output if it fails."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    env = {**os.environ, **threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environment}
+    env = {**os.environ, **LARGE_PAGES, **threads, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environment}
     with log.open("w") as file:
         done = subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=file, check=False)
     if done.returncode:

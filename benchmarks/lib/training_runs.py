@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lib.bench_record import ROOT
+from lib.bench_record import LARGE_PAGES, ROOT
 
 from megatron_tlt.distributed.launch import ON_THIS_MACHINE
 
@@ -24,7 +24,7 @@ def launch(ranks: int, command: list[str], shows: bool = False) -> str:
     """Runs `command` on ranks of one thread each; its output. Ends the benchmark if it fails. `shows`: prints the
     output line by line.
     """
-    env = {**os.environ, **ON_THIS_MACHINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **LARGE_PAGES, **ON_THIS_MACHINE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     bind = ["-bind-to", "core"] if ranks <= (os.cpu_count() or 1) else []
     mpiexec = str(Path(sys.executable).parent / "mpiexec")
     whole = [mpiexec, *bind, "-n", str(ranks), sys.executable, "-m", "mpi4py", *command]
