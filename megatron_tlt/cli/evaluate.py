@@ -81,7 +81,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(config, world, tokenizer, tp)
     world.enter("load")
-    weights = push_policy(config.model.path, backend, world, config.sync)
+    weights = push_policy(config.model.path, backend, world, config.sync, hashes=True)
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
     world.enter("eval")

@@ -285,7 +285,7 @@ def generate_file(
     options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir))
     backend = build_backend(options)
     try:
-        weights = push_policy(model_dir, backend, world)
+        weights = push_policy(model_dir, backend, world, hashes=True)
         identity = response_identity(params, section, env, model_dir, tokenizer, options.device, world)
         cache = cache_beside(out_jsonl, RolloutCacheSection(), world, backend, weights, identity)
         started = time.perf_counter()

@@ -110,7 +110,8 @@ class DrafterJob(Job):
     def begin(self) -> bool:
         """Gives the engine the policy's weights; reads the responses, or generates those that the cache lacks."""
         self.world.enter("load")
-        self._weights = push_policy(self.config.model.path, self._backend, self.world, self.config.sync)
+        model, sync = self.config.model.path, self.config.sync
+        self._weights = push_policy(model, self._backend, self.world, sync, self._cache.keeps)
         self.shutdown.sync_after_step()  # a signal may have come while everything was loaded
         self._cache.start(0)
         self.world.enter("drafter rollout")

@@ -73,12 +73,17 @@ def tensor_parallel(world: World, size: int) -> TensorParallel:
 
 
 def push_policy(
-    model: str | Path, backend: RolloutBackend, ranks: Ranks | None = None, section: SyncSection | None = None
+    model: str | Path,
+    backend: RolloutBackend,
+    ranks: Ranks | None = None,
+    section: SyncSection | None = None,
+    hashes: bool = False,
 ) -> str:
     """The weights of the directory `model` into the engines of `ranks` (None: this process), as policy version 0.
-    Returns their fingerprint. Collective. Raises CheckpointError.
+    Returns their fingerprint, which takes a pass over all of them; empty without `hashes`. Collective. Raises
+    CheckpointError.
     """
-    sync = BucketedSync(section or SyncSection(), backend, ranks or SingleProcess(), hashes=True)
+    sync = BucketedSync(section or SyncSection(), backend, ranks or SingleProcess(), hashes)
     sync.push(iter_weights(model, ModelConfig.from_hf(model)), version=0)
     return sync.fingerprint()
 

@@ -123,13 +123,20 @@ def check_experts(config: TrainingConfig, shape: ArchitectureConfig | None) -> P
         yield from _check_grouped(config, shape)
 
 
+def ungrouped_sizes(shape: ArchitectureConfig, dtype: str, tp: int = 1) -> list[tuple[str, int, int]]:
+    """Sizes of experts that grouped products in `dtype` refuse, each expert cut over `tp` ranks: name, size, and what
+    the part of a rank must be a multiple of.
+    """
+    step = grouped_step(element_bytes(dtype))
+    sizes = [("hidden size", shape.hidden_size, 1), ("experts' width", shape.moe_intermediate_size, tp)]
+    return [(name, size, step) for name, size, cut in sizes if size // cut % step]
+
+
 def _check_grouped(config: TrainingConfig, shape: ArchitectureConfig) -> Problems:
     """Sizes of experts that the actor's grouped products refuse."""
-    dtype, step = config.actor.dtype, grouped_step(element_bytes(config.actor.dtype))
-    for name, size in (("hidden size", shape.hidden_size), ("experts' width", shape.moe_intermediate_size)):
-        if size % step:
-            allowed = f"needs the model's {name} ({size}) to be a multiple of {step}: {GROUPED}"
-            yield ConfigProblem("actor.dtype", dtype, allowed)
+    for name, size, step in ungrouped_sizes(shape, config.actor.dtype):
+        allowed = f"needs the model's {name} ({size}) to be a multiple of {step}: {GROUPED}"
+        yield ConfigProblem("actor.dtype", config.actor.dtype, allowed)
 
 
 def check_first_stage(config: TrainingConfig, shape: ArchitectureConfig | None) -> Problems:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_tlt.config.checks.layout import GROUPED, Device, check_nodes, grouped_step, tp_problems
+from megatron_tlt.config.checks.layout import GROUPED, Device, check_nodes, tp_problems, ungrouped_sizes
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.planning.engine import least_cache_bytes
-from megatron_tlt.config.planning.parameters import element_bytes
 from megatron_tlt.config.root import Config
 from megatron_tlt.errors import ConfigProblem, Problems
 
@@ -59,12 +58,9 @@ def _check_grouped(config: Config, shape: ArchitectureConfig, device: Device | N
     rollout = config.rollout
     if rollout.backend != "embedded" or _is_native(config, device):
         return
-    step = grouped_step(element_bytes(rollout.dtype))
-    for name, size in (("hidden size", shape.hidden_size), ("experts' width", shape.moe_intermediate_size)):
-        part = size // rollout.tp if name == "experts' width" else size
-        if part % step:
-            allowed = f"must leave the {name} ({size}) a multiple of {step} on each rank: {GROUPED}"
-            yield ConfigProblem("rollout.tp", rollout.tp, allowed)
+    for name, size, step in ungrouped_sizes(shape, rollout.dtype, rollout.tp):
+        allowed = f"must leave the {name} ({size}) a multiple of {step} on each rank: {GROUPED}"
+        yield ConfigProblem("rollout.tp", rollout.tp, allowed)
 
 
 def _check_kv_cache(config: Config, shape: ArchitectureConfig) -> Problems:

@@ -144,7 +144,7 @@ def test_trajectories_without_an_answer_of_their_environment_are_counted_in_one_
         generate=lambda call: samples, take_stats=EngineStats, close=lambda: None, capabilities=can
     )
     monkeypatch.setattr(build, "build_backend", lambda options: engine)
-    monkeypatch.setattr(models, "push_policy", lambda *_: "")
+    monkeypatch.setattr(models, "push_policy", lambda *_, **__: "")
     prompts, model = [Prompt(0, "p:1", (1,), "")], ROOT / "assets/demo-policy"
     generate_alone(model, prompts, tmp_path / "out.jsonl", SamplingParams(max_tokens=4), n=3)
     (warning,) = caplog.messages
