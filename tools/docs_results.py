@@ -21,8 +21,6 @@ LAST_WITH_ALL = "1f12bc70"  # commit
 LEFT = {  # records that pages cite, whose script, or part of it, left after that commit, and what it measured
     "flips-cpu": "How often rounding decides a token: speculative against plain decoding, beside plain against plain "
     "in other batches.",
-    "real-8x4": "The former workload of `real.py`: 8 prompts x 4 responses, a cold start that left little to learn, no "
-    "pre-rollouts.",
 }
 PLACES = ("--out", "--picture", "--work")  # options that say where output goes
 
