@@ -44,8 +44,8 @@ def math_reward(config: RewardConfig) -> Scorer:
     pattern = compile_pattern(config.pattern)
 
     def score(prompt: Prompt, sample: Sample) -> float:
-        references = references_of(prompt)
-        if not any(is_comparable(reference) for reference in references):
+        references = [reference for reference in references_of(prompt) if is_comparable(reference)]
+        if not references:
             raise ValueError(f"the reference answer {prompt.answer!r} of {prompt.dataset_id!r} cannot be parsed")
         answer = extract_answer(pattern, sample.text)
         if not answer:
@@ -80,20 +80,20 @@ def _equal_in_time(reference: str, text: str, is_extracted: bool) -> bool:
 def _equal(reference: str, text: str, is_extracted: bool) -> bool:
     """Whether the two agree as text, as a number among words, or as math-verify reads them.
 
-    A text that was not extracted may be a whole response: its conclusion is compared; where that is none by itself, the
-    number of its last clause, or what math-verify finds in it. Each response has one value.
+    A text that was not extracted may be a whole response: its conclusion is compared; where that is words or reasoning,
+    the number of the last clause, or what math-verify finds in it. Each response has one value.
     """
     if is_extracted:
         return _is_same(reference, text)
     text = text.rpartition("</think>")[2].strip() or text
-    answer, has_value = conclusion(text)
-    if has_value:
+    answer, source = conclusion(text)
+    if not source:
         return _is_same(reference, answer)
     if _is_same_text(plain_answer(reference), plain_answer(answer)):
         return True
     if answer and (disagree(reference, answer) or contradicts_itself(plain_answer(answer))):
         return False
-    gold, found = plain_answer(reference), plain(text)
+    gold, found = plain_answer(reference), plain(source)
     number = quantity(gold)
     return _verified(_golds(gold, number), _amounts(found, number) or _read(found), decimals(number))
 

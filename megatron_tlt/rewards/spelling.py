@@ -18,7 +18,7 @@ _SYMBOLS = str.maketrans(
 )
 _DASH = re.compile(r"(?<![\w)}\]])[‐‑‒–](?=\s?[\d.\\$])|(?<=\d)[‐‑‒–—](?=\d)")  # a minus sign, or that of a range
 _FRACTIONS = {c: f"{n}/{d}" for c, n, d in zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "112131234151357", "233445555668888")}
-_FRACTION = re.compile(rf"(\d*)\s?([{''.join(_FRACTIONS)}])")
+_FRACTION = re.compile(rf"(?<!\d)(\d*)\s?([{''.join(_FRACTIONS)}])")
 _MIXED = re.compile(r"(?<![\d.,/^{(*+-])(?<![/^*+-]\s)(\d+)\s+(\d+)/(\d+)(?![\d/^]|[.,]\d)")
 _POWERS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-"))
 _POWER = re.compile(f"([{''.join(_POWERS)}]+)")
@@ -47,35 +47,28 @@ _SIGN = re.compile(r"(?<![\w)}])([-+])\s+(?=[\d.])")
 _MINUS = re.compile(r"(?:negative|minus)\s+(?=[\d.])", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:fbox|boxed)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_FILL = r"(?:\\(?:text|mathrm|q?quad)|\\?[\s$()\[\]{},;!])*"
-_NAME = r"(?:[A-Za-z](?:_\{?\w{1,3}\}?)?\s*=[\s$]*)?"
-_JOINS = re.compile(_FILL + r"(?:[,;]|\b(?:and|or)\b)" + _FILL + _NAME, re.IGNORECASE)
-_LONGEST_JOIN = 60  # characters between two boxes
-_ANSWER = re.compile(
-    r"(?:\banswer(?:\s+is|\s*:)|<answer>"
-    r"|####(?![ \t]*(?:\d+[.)]\s+\w|[A-Za-z]{2,}[^\n]*\n\s*\S)))"  # no heading: #### Step 2 ..
-    r"(?![^\n]{0,300}<answer>[^\n<\w]*\w[^\n<]*</answer>)"  # a mention: The answer is in <answer>5</answer>
-    r"[\s:]*(?=\S)",
-    re.IGNORECASE,
+_JOINS = re.compile(  # a comma, "and" or "or", beside signs that say nothing and names of variables
+    r"(?is)(?=.*(?:[,;]|\b(?:and|or)\b))(?:[\s$()\[\]{},;!\\]|text|mathrm|q?quad|and|or|[a-z]_?\{?\w{0,3}\}?\s*=)*"
 )
-_ANSWER_END = re.compile(r"</answer>.*|\.\s.*", re.IGNORECASE)
+_DISPLAY = re.compile(r"(?<!\\)(?:\$\$|\\\[)((?:[^\\$]|\\[^\[\]]|\$(?!\$))*+)(?:\$\$|\\\])")
+_MARKER = re.compile(  # a line behind #### that has words and a number is a heading: Step 2, 2. Times two
+    r"(?i)(?:\banswer(?:\s+is|[\s*]*:)|<answer>"
+    r"|(?<!#)#{4,}+(?![ \t*]*(?:\d+[.)][ \t*]+[a-z]|[a-z]{2}[^\n#]*\d)))[\s:]*"
+)
+_NEXT_SENTENCE = re.compile(r"\.\s.*")
 _BECAUSE = re.compile(
-    r"[,;]?\s+(?:because|since)\b.*|[,;]\s+(?:as|which|where|(?:or\s+)?(?:about|approximately|roughly))\b.*",
-    re.IGNORECASE,
+    r"(?i)[,;]?\s(?:because|since)\b.*|[,;]\s+(?:as|which|where|(?:or\s+)?(?:about|approximately|roughly))\b.*"
 )
-_SO = re.compile(r"\b(?:so|thus|hence|therefore)\b", re.IGNORECASE)
-_LONGEST_LINE = 1000  # characters of a response that is nothing but its answer
+_SO = {"so", "thus", "hence", "therefore"}
 _WORDS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
-_SENTENCE = 3  # words
-_SHORT = re.compile(r"[-+\d.$\\](?:(?! - )[^\n,;=]){0,40}\s*")  # a number, with words that are no explanation
 _VALUE = re.compile(r"[\d\\$^=_{}()+*/<>]|(?<![A-Za-z'’])[A-HJ-Zb-z](?![A-Za-z'’])")  # no words alone
-_HTML = re.compile(r"(?is)<(b|strong|i|em|u|mark|code|span|p|div|font|center)(?:\s[^<>]*)?>(.*?)</\1>")
+_HTML = re.compile(r"(?i)</?(?:b|strong|i|em|u|mark|code|span|p|div|font|center)(?:\s[^<>]*)?>")
 # 1.234,50 and 1.234.567; 1_000 and 1'000. One group behind one point stays a fraction.
 _POINTS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})(?![,.]?\d)")
 _GROUPS = re.compile(r"(?<=\d)[_'’](?=\d{3}(?!\d))")
 _AMOUNT = r"(?<![\d.,])(\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?)"
 _MAGNITUDE = re.compile(_AMOUNT + r"((?:[\s~-]|\\[,;: ]|\\[a-z]+\{)*)(hundred|thousand|million|billion|trillion)\b")
-_MONEY = re.compile(rf"(\\\$|[€£¥₹]|(?<![\\\w])\$(?![^\n]*\$))\s?{_AMOUNT}\s?(bn|[kKMB])\b")
+_MONEY = re.compile(rf"(\\\$|[€£¥₹]|(?<![\\\w])\$(?![^\n$]*\$))\s?{_AMOUNT}\s?(bn|[kKMB])\b")
 _FACTORS = {"hundred": 2, "thousand": 3, "k": 3, "million": 6, "m": 6, "billion": 9, "b": 9, "bn": 9, "trillion": 12}
 _FLOAT_DIGITS = 15  # longer numbers stay powers of ten, which math-verify compares exactly
 _LONGEST = 300  # characters of a text that is one number among words
@@ -110,7 +103,7 @@ def plain(text: str) -> str:
     text = _INVISIBLE.sub("", _SPACES.sub(" ", text))
     if not text.isascii():
         text = _ascii(text)
-    text = _GROUPS.sub("", _HTML.sub(r"\2", text)).replace(r"\varnothing", r"\emptyset")
+    text = _GROUPS.sub("", _HTML.sub("", text)).replace(r"\varnothing", r"\emptyset")
     text = _POINTS.sub(lambda found: found[0].replace(".", "").replace(",", "."), text)
     text = _MONEY.sub(lambda found: found[1] + _times(found[2], found[3]), text)
     text = _MAGNITUDE.sub(lambda found: _times(found[1], found[3]) + found[2], text)
@@ -127,8 +120,8 @@ def plain_answer(text: str) -> str:
     """`plain` of a text that is an answer and nothing else: without quotes, currency signs and the final period."""
     text = plain(text).strip(_QUOTES + " \n\t").rstrip(".;, \\")
     inner = text.strip("$ ")
-    if (found := boxes(inner)) and found[0][:1] == (0,) and found[0][1] == len(inner):
-        text = found[0][2]
+    if (found := boxes(inner)) and found[0][0] == 0 and found[0][2] == len(inner):
+        text = inner[found[0][1] : -1]
     if len(_DOLLAR.findall(text)) % 2:  # the sign of a currency: those of mathematics are pairs
         text = _DOLLAR.sub(" ", text)
     text = "".join(" " if unicodedata.category(c) == "Sc" and c != "$" else c for c in text)
@@ -139,62 +132,66 @@ def plain_answer(text: str) -> str:
     return letter[1] if letter else text
 
 
-def boxes(text: str) -> list[tuple[int, int, str]]:
-    """(begin, end, content) of every `\\boxed{..}` that is closed, in order of their begins."""
+def boxes(text: str) -> list[tuple[int, int, int]]:
+    """Where every closed `\\boxed{..}` begins, where its content does, and where it ends, in order of their begins."""
     begins = {box.end(): box.start() for box in _BOX.finditer(text)}
     found, opened = [], []
     for brace in _BRACE.finditer(text):
         if brace[0] == "{":
             opened.append(brace.end())
         elif brace[0] == "}" and opened and (inner := opened.pop()) in begins:
-            found.append((begins[inner], brace.end(), text[inner : brace.start()]))
+            found.append((begins[inner], inner, brace.end()))
     return sorted(found)
 
 
-def conclusion(response: str) -> tuple[str, bool]:
-    """The part of a response that is its answer, and whether that has a value of its own: neither words alone, nor a
-    sentence with several numbers, nor one of several.
+def conclusion(response: str) -> tuple[str, str]:
+    """The part of a response that is its answer; where that is words or reasoning also the text to find a number in.
 
-    It is the last box, with those that commas, "and" or "or" join to it; else the sentence behind the last "answer is",
-    "Answer:", `####` or `<answer>` that has a value, else behind the last one; else a response of one line.
+    It is the last box that is not empty, with those that commas, "and" or "or" join to it; else the sentence behind the
+    last "answer is", "Answer:", `####` or `<answer>` that has a value, else behind the last one; else a lone line.
     """
-    if boxed := boxes(response):
-        return _last_boxes(response, boxed), True
-    if named := _named(response):
-        answer = next((text for text in reversed(named) if _VALUE.search(plain_answer(text))), named[-1])
-        return answer, _has_value(answer)
-    if "\n" in response or len(response) > _LONGEST_LINE:
-        return "", False
-    if _ANSWER_END.search(response):
-        return response, False
-    answer = _BECAUSE.sub("", response)
-    return answer, _has_value(answer)
+    if boxed := _last_boxes(response):
+        return boxed, ""
+    text = re.sub("(?i)</answer>", "\n", _DISPLAY.sub(lambda formula: f"${' '.join(formula[1].split())}$", response))
+    lines = [line for piece in _MARKER.split(text)[1:] if (line := _first_line(piece))]
+    named = [(_statement(line), f"answer: {line}") for line in lines]
+    if not named and "\n" not in response and len(response) <= _LONGEST:
+        named = [(_BECAUSE.sub("", response), response)]
+    valued = next((pair for pair in reversed(named) if _VALUE.search(plain_answer(pair[0]))), None)
+    answer, source = valued or (named[-1][0] if named else "", response)
+    return answer, "" if _is_alone(answer) else source
 
 
-def _last_boxes(response: str, boxed: list[tuple[int, int, str]]) -> str:
-    contents = [boxed[-1][2]]
-    for (_, end, content), (begin, _, _) in zip(boxed[-2::-1], boxed[:0:-1], strict=True):
-        if begin - end > _LONGEST_JOIN or not _JOINS.fullmatch(response, end, begin):
+def _last_boxes(response: str) -> str:
+    contents: list[str] = []
+    begin = 0
+    for start, inner, end in reversed(boxes(response)):
+        if contents and not (end <= begin and _JOINS.fullmatch(response, end, begin)):
             break
-        contents.append(content)
+        if is_comparable(content := response[inner : end - 1]):
+            contents.append(content)
+            begin = start
     return ", ".join(dict.fromkeys(reversed(contents)))
 
 
-def _named(response: str) -> list[str]:
-    """The sentences that are said to be the answer, without what explains them."""
-    starts = [*_ANSWER.finditer(response)]
-    ends = [start.start() for start in starts[1:]] + [len(response)]
-    lines = [response[start.end() : end].partition("\n")[0] for start, end in zip(starts, ends, strict=False)]
-    answers = [_BECAUSE.sub("", _ANSWER_END.sub("", line)).strip() for line in lines]
-    return [answer.strip("*") if answer.count("**") % 2 else answer for answer in answers]  # **Answer: 18**
+def _first_line(text: str) -> str:
+    """The first line that has something and does not lead to the next one."""
+    lines = (line for line in text.splitlines() if not line.rstrip("* ").endswith(":"))
+    return next(filter(is_comparable, lines), "")
 
 
-def _has_value(answer: str) -> bool:
+def _statement(line: str) -> str:
+    """The first sentence of a line, without what explains it."""
+    answer = _BECAUSE.sub("", _NEXT_SENTENCE.sub("", line)).strip()
+    return answer.strip("*") if answer.count("**") % 2 else answer  # **Answer: 18**
+
+
+def _is_alone(answer: str) -> bool:
+    """Whether it has a value, and is no reasoning with several numbers."""
     found = plain_answer(answer)
-    if _SHORT.fullmatch(found) or quantity(last_clause(found)) is not None:
-        return True
-    is_sentence = _SO.search(found) is not None or len(_WORDS.findall(found)) >= _SENTENCE
-    return not is_sentence and _VALUE.search(found) is not None
+    words = _WORDS.findall(found.lower())
+    is_sentence = not _SO.isdisjoint(words) or (len(words) > 2 and (found[:1].isalpha() or "=" in found))
+    return quantity(last_clause(found)) is not None or (not is_sentence and _VALUE.search(found) is not None)
 
 
 def choice(answer: str) -> str | None:
@@ -204,8 +201,8 @@ def choice(answer: str) -> str | None:
 
 
 def is_comparable(reference: str) -> bool:
-    """Whether a response can equal the reference answer: it has a letter, a digit or a command of LaTeX."""
-    return reference.isdecimal() or any(c.isalnum() or c == "\\" for c in plain_answer(reference))
+    """Whether a response can equal the reference answer: it has a letter, a digit or the brace of a set."""
+    return reference.isdecimal() or re.search(r"[^\W_]|\\\{", plain_answer(reference)) is not None
 
 
 def quantity(text: str) -> str | None:

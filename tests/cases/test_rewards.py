@@ -12,6 +12,7 @@ import pytest
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.rewards.base import judge
 from megatron_tlt.rewards.build import answer_warning, build_scorers, function_problems
+from megatron_tlt.rewards.spelling import conclusion, plain
 from megatron_tlt.types import Prompt, RewardResult, Sample
 
 ROOT = Path(__file__).parents[2]
@@ -123,9 +124,20 @@ def test_a_currency_in_the_reference_is_found_in_a_whole_response() -> None:
         ("18", "#### Step 2: times 2\nSince 9 * 2 = 18, she makes 18 dollars.", 1), ("18", "9 * 2 = 18", 1),
         ("18", "Janet has 16 eggs. She eats 3. She sells 9 for $18.", 1), ("C", "C. 12 meters", 1),
         ("3 red and 4 blue balls", "The answer is 3 red and 4 blue balls.", 1), ("A, C", r"\boxed{A} and \boxed{C}", 1),
+        # A displayed formula is a line; no heading is an answer, nor a box or tag that the response only mentions.
+        ("18", "The final answer is:\n$$\n18\n$$", 1), ("18", "Answer:\n\\[\nx = 18\n\\]", 1),
+        ("18", "<answer>\n\\[\nx = 18\n\\]\n</answer>", 1), ("17", "The final answer is:\n$$\n18\n$$", 0),
+        ("0.5", "**Final Answer**:\n\n$$\n\\frac{1}\n{2}\n$$\n", 1), ("18", "Answer:\n\\[\n18", 1),
+        ("18", "#### 18.\n\nQuestion: Tom has 3 apples.", 1), ("3", "#### 18.\n\nQuestion: Tom has 3 apples.", 0),
+        ("even", "#### even\n\nQuestion: Tom has 3 apples.", 1), ("18", "#### **1. Sell 9**\n9 * 2 = 18", 1),
+        ("18", "Answer: She has 16 - 7 = 9 eggs. So the total is 18 dollars.\n\nQuestion: Tom has 3 apples.", 1),
+        ("18", r"I put it in \boxed{}. The answer is 18.", 1), ("18", r"\boxed{18} (in \boxed{})", 1),
+        ("18", "It goes in \\boxed{...}.\nSo she has 18 dollars", 1), ("even", r"\boxed{even}, in \boxed{ }", 1),
+        ("18", "<answer>18</answer> (in <answer></answer>)", 1), ("18", "The answer is 10 hours and 18 minutes.", 0),
+        (("5", "$"), "I think\nthat it is 7", 0), (r"\{\}", r"So $\boxed{\{\}}$ it is.", 1),
     ],
 )  # fmt: skip
-def test_math_compares_the_conclusion_of_a_whole_response(gold: str, response: str, value: float) -> None:
+def test_math_compares_the_conclusion_of_a_whole_response(gold: Any, response: str, value: float) -> None:
     assert judged(gold, response, name="math").value == value
 
 
@@ -153,6 +165,19 @@ def test_a_model_that_repeats_itself_costs_no_minute(text: str, pattern: str | N
     start = time.monotonic()
     assert judged("5", text, name="math", pattern=pattern).value == 0.0
     assert time.monotonic() - start < 25, "math-verify ends itself after 3 s a call; quadratic time is a minute or more"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "####" + 200_000 * "a", "\\[" * 60_000, "$$ " * 80_000, "\\boxed{" * 20_000 + "}" * 20_000, "<b>" * 40_000,
+        "é" + "7" * 60_000, "answer is 7" + " " * 60_000 + "x", "<answer>7" * 5_000, "Answer: so\n" * 5_000,
+    ],
+)  # fmt: skip
+def test_a_conclusion_takes_time_in_proportion_to_the_response(text: str) -> None:
+    start = time.process_time()
+    plain(conclusion(text)[0]), plain(text)
+    assert time.process_time() - start < 1.5, "linear: half a second at most; quadratic: some 3 and more"
 
 
 def test_the_best_of_the_acceptable_answers_counts() -> None:
