@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.data.tokenizer import HFTokenizer, ends_in
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.speculation.history import ResponseHistory
 
 if TYPE_CHECKING:
-    from megatron_tlt.data.tokenizer import HFTokenizer
-    from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.sync.served_weights import ServedWeights
     from megatron_tlt.types import HiddenStateSample, PastResponse, Prompt, Sample, Trajectory
 
@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 _LENGTHS_MIB = 64  # of a history without tokens: some 300,000 prompts of a data set
 
 
-def end_tokens(policy: ModelConfig, tokenizer: HFTokenizer | None) -> list[int]:
-    """The tokens that end a response, of the model and of the tokenizer."""
-    return sorted({*policy.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())})
+def end_tokens(model: str | Path, tokenizer: HFTokenizer | None, stop: Sequence[str] = ()) -> list[int]:
+    """The tokens that end a response: those of the files in the directory `model` and of the tokenizer, which may be
+    another directory's, and the special tokens among the strings `stop`. Raises CheckpointError.
+    """
+    ends = {*ends_in(Path(model) / "config.json"), *ends_in(Path(model) / "generation_config.json")}
+    if tokenizer is not None:
+        special = (tokenizer.special_id(text) for text in stop)
+        ends.update(tokenizer.eos_token_ids, (token for token in special if token is not None))
+    return sorted(ends)
 
 
 class BaseBackend:

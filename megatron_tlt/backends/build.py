@@ -94,7 +94,7 @@ def build_backend(options: EngineOptions) -> EmbeddedBackend:
         num_blocks,
         KV_BLOCK,
         tokenizer=options.tokenizer,
-        eos_token_ids=end_tokens(config, options.tokenizer),
+        eos_token_ids=end_tokens(model.path, options.tokenizer),
         tp=tp,
         native_sample=_native_sample(decoder, threads),
         drafting=Drafting(rollout.speculation, rollout.verify_rows, drafter_decoder, history),

@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.json_reader import read_object_if_there
 from megatron_tlt.data.tokenizer import TOKENIZER_FILES, HFTokenizer
-from megatron_tlt.models.hf.config import ModelConfig
 
 _GENERATION = "generation_config.json"
 
@@ -39,14 +38,14 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 def copy_run_companions(model: Path, tokenizer: Path, out: Path) -> None:
     """The files of a run of `model` with the tokenizer of another directory: generation_config.json is the model's,
-    with every token that ended the run's responses. Raises CheckpointError, ConfigError.
+    with every token that ended the run's responses. Raises CheckpointError.
     """
     copy_companions(model, out)
     if tokenizer.resolve() == model.resolve():
         return
     copy_tokenizer(tokenizer, out)
     values = read_object_if_there(model / _GENERATION)
-    values["eos_token_id"] = end_tokens(ModelConfig.from_hf(model), HFTokenizer(tokenizer))
+    values["eos_token_id"] = end_tokens(model, HFTokenizer(tokenizer))
     (out / _GENERATION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -129,9 +129,9 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
 
 def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
+    from megatron_tlt.backends.base import end_tokens
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
-    from megatron_tlt.models.hf.config import ModelConfig
     from megatron_tlt.trainer.environments import Environments, before_a_run, open_turns, prompts_of
 
     world.enter("generate")
@@ -140,8 +140,8 @@ def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSecti
     tokenizer = _checked_tokenizer(args, engine, env, world)
     environments, params = None, _sampling(args)
     if env is not None:
-        ends = ModelConfig.from_hf(args.model).eos_token_ids
-        environments = Environments(env, tokenizer, world, chat=args.chat, ends=ends, tp=world.size)
+        ends = end_tokens(args.model, tokenizer, args.stop)
+        environments = Environments(env, tokenizer, world, chat=args.chat, ends=ends, stop=args.stop, tp=world.size)
         params = replace(params, max_turn_tokens=env.max_turn_tokens or 0)
     with ExitStack() as at_end:
         if environments is not None:
@@ -204,6 +204,7 @@ def _checked_tokenizer(
     args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World
 ) -> HFTokenizer:
     """The model's tokenizer; rank 0 logs warnings of the input. Collective. Raises ConfigError with every problem."""
+    from megatron_tlt.backends.base import end_tokens
     from megatron_tlt.config.checks.speculation import unread_settings
     from megatron_tlt.data.chat_template import TemplateSettings
     from megatron_tlt.data.tokenizer import HFTokenizer
@@ -230,9 +231,10 @@ def _checked_tokenizer(
     ]:
         raise ConfigError(problems)
     if world.is_main:
+        ends = end_tokens(args.model, tokenizer, args.stop)
         warnings = [
             *unread_warnings(tokenizer, _KWARGS, args.chat_template_kwargs),
-            *warnings_of(tokenizer, model, args.chat and not args.ignore_eos, args.stop, "--stop"),
+            *warnings_of(tokenizer, model.vocab_size, ends, args.chat and not args.ignore_eos, args.stop, "--stop"),
             *model_warnings(args.model),
             *drafter_warnings(engine.speculation, model),
             *unread_settings(engine.speculation),

@@ -227,7 +227,8 @@ class SftSection(Section):
     """Column of the prompt: a string, or chat messages of which the last one is not the assistant's. messages: the
     column has the whole conversation where a row has no completion."""
     completion_field: str = "completion"
-    """Column of the completion: a string. Records without text in it are left out, and counted at the start."""
+    """Column of the completion: a string, or the messages behind a prompt of messages. Records without text in it are
+    left out, and counted at the start."""
     out: Annotated[str, FilePath()]
     """Hugging Face directory to write at the end, on a disk that all hosts share; `losses.jsonl` in it has a row a
     step."""

@@ -36,7 +36,7 @@ from megatron_tlt.data.json_files import read_json
 from megatron_tlt.data.prompts import encode_prompt
 from megatron_tlt.data.sources import errors_at, read_dataset
 from megatron_tlt.data.tokenizer import HFTokenizer
-from megatron_tlt.data.turn_form import read_turn_form
+from megatron_tlt.data.turn_form import continued, read_turn_form
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.types import Span, TrainSequence, Trajectory
@@ -154,11 +154,18 @@ def _completion(prompt_field: str, completion_field: str, record: Mapping[str, A
     if is_conversation(record, prompt_field, completion_field):
         return read_conversation(record, where)
     value, completion = field_of(record, prompt_field), field_of(record, completion_field)
+    if isinstance(value, list) and isinstance(completion, list):  # messages in both, as TRL has them
+        row = read_conversation({**record, MESSAGES: [*value, *completion]}, where)
+        if len(row.prompt) != len(value):
+            allowed = f"must have all messages up to the user's last one, and {completion_field!r} those behind it"
+            raise DataError(f"{where}: field {prompt_field!r} {allowed}, or join them in {MESSAGES!r}")
+        return row
     if not isinstance(completion, str) or value is None:
         missing = prompt_field if value is None else completion_field
         has_other = prompt_field != MESSAGES and record.get(MESSAGES) is not None
         hint = f"; sft.prompt_field={MESSAGES} takes {MESSAGES!r}" if has_other else ""
-        raise DataError(f"{where}: field {missing!r} must be a string, found keys {sorted(record)}{hint}")
+        found = f"keys {sorted(record)}" if field_of(record, missing) is None else type(completion).__name__
+        raise DataError(f"{where}: field {missing!r} must be a string, found {found}{hint}")
     check_text(completion, completion_field, where)
     prompt = checked_prompt(value, prompt_field, where, completion_field)
     check_not_read(record, prompt_field, prompt, where)
@@ -245,8 +252,7 @@ class RecordTokens:
         opening = self._opening(prompt)
         for text, observation in zip(row.turns[::2], row.turns[1::2], strict=False):
             between = self._tokens_between(row.tools)
-            head = between.head(self._form.opening, "tool") if self.chat else ""
-            response += self._turn(text, opening, head)
+            response += self._turn(text, opening, between.head("tool"))
             begin = len(response)
             response += between.given(observation, "tool", response)
             given.append((begin, len(response)))
@@ -255,7 +261,7 @@ class RecordTokens:
 
     def drawn(self, text: str, prompt: Sequence[int], ends: bool) -> list[int]:
         """Token ids of a response that a model has drawn. `ends`: with the tokens that end a turn. Raises DataError."""
-        text = self._form.continued(text)
+        text = continued(text, self._form.opening)
         if not (self._form.head.strip() or text.startswith(self._form.head)):  # white space, which texts lose
             text = self._form.head + text
         ids = self._tokenizer.encode_behind(self._opening(prompt), text)
@@ -284,6 +290,7 @@ class RecordTokens:
                     max_observation_tokens=most,
                     tools=tools,
                     roles=("tool",),
+                    keep_history=True,  # as RL with env.rewritten_history: keep, whose stream this is
                     ends=self._form.end[-1:],
                 )
             except ConfigError as error:

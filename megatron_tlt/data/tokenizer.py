@@ -257,7 +257,7 @@ def _begin_ids(directory: Path, tokenizer: Any) -> list[int]:
 
 
 def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
-    found = _ends_in(directory / "generation_config.json") or _ends_in(directory / "config.json")
+    found = ends_in(directory / "generation_config.json") or ends_in(directory / "config.json")
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     if not found:
@@ -265,7 +265,7 @@ def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _ends_in(file: Path) -> list[int]:
+def ends_in(file: Path) -> list[int]:
     """`eos_token_id` of a file; none without the file. Raises CheckpointError for what is no token id."""
     value = read_object_if_there(file).get("eos_token_id")
     ids = [*value] if isinstance(value, list) else [] if value is None else [value]

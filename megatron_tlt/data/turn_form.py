@@ -7,7 +7,7 @@ opening                     text  end
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from megatron_tlt.data.tokenizer import HFTokenizer
@@ -26,7 +26,7 @@ class TurnForm:
 
     `end`: the tokens behind the turn's text, up to the one that ends the turn; `tail`: the text they are of, with what
     follows it in the same turn. `is_of_template`: false where the template ends no turn, and `end` is the tokenizer's
-    own eos_token.
+    own eos_token. `closed`: renders the made-up conversation with this text as its last turn; raises DataError.
     """
 
     opening: str
@@ -35,48 +35,77 @@ class TurnForm:
     end: tuple[int, ...]
     tail: str
     is_of_template: bool
+    closed: Callable[[str], str]
 
     def rendered(self, text: str, head: str) -> str:
         """A turn's text as the template writes it behind `opening`. Thoughts that a template leaves out stay.
 
         `head`: the form's, or that of an earlier turn. A text with a thought or a channel of its own has that one.
         """
-        text = self.continued(text.strip() if self.strips else text)
+        if THOUGHT_END in text and (own := self._with_thought(text)) is not None:
+            return own
+        text = continued(text.strip() if self.strips else text, self.opening)
         tag = _TAG.match(head)
         has_own = tag is not None and text.lstrip().startswith(tag[1])
         if has_own or (THOUGHT_END in head and THOUGHT_END in text):
             head = ""
         return head + text
 
-    def continued(self, text: str) -> str:
-        """`text` without the beginning of a thought that `opening` ends with already."""
-        _, tag, space = self.opening.rpartition(THOUGHT_BEGIN)
-        if not tag or space.strip() or not text.lstrip().startswith(tag):
-            return text
-        return text.lstrip().removeprefix(tag).removeprefix(space)
+    def _with_thought(self, text: str) -> str | None:
+        """A text with a thought as the template writes it, which may begin and space the thought otherwise; None where
+        it leaves a part out, or another thought is open.
+        """
+        try:
+            whole = self.closed(text).removesuffix(self.tail)
+        except DataError:
+            return None
+        is_kept = self.opening and whole.startswith(self.opening) and _letters(whole).endswith(_letters(text))
+        return whole.removeprefix(self.opening) if is_kept else None
 
 
 def read_turn_form(tokenizer: HFTokenizer, chat: bool = True) -> TurnForm:
     """The form of `tokenizer`'s chat template; without one, or not `chat`, or where it refuses: eos_token."""
     if not (chat and tokenizer.has_chat_template):
-        return TurnForm("", "", False, (tokenizer.end_token_id,), "", False)
+        return TurnForm("", "", False, (tokenizer.end_token_id,), "", False, lambda text: text)
+
+    def closed_with(text: str) -> str:
+        return tokenizer.render_closed([_CONVERSATION[0], {"role": "assistant", "content": text}])
+
     try:
         opening = tokenizer.render_chat(_CONVERSATION[:1])
-        closed = tokenizer.render_closed(_CONVERSATION)
-        strips = closed == tokenizer.render_closed([_CONVERSATION[0], {"role": "assistant", "content": f" {TURN}\n"}])
+        closed = closed_with(TURN)
+        strips = closed == closed_with(f" {TURN}\n")
     except DataError:
         opening, closed, strips = "", "", False
     before, found, tail = closed.partition(TURN)
     end = _end(tokenizer, before + found, tail) if found else ()
     head = head_behind(opening, before) if found else ""
-    return TurnForm(opening, head, strips, end or (tokenizer.end_token_id,), tail, bool(end))
+    return TurnForm(opening, head, strips, end or (tokenizer.end_token_id,), tail, bool(end), closed_with)
+
+
+def opens_thought(opening: str) -> bool:
+    """Whether the text before a turn begins a thought, in which the model goes on."""
+    return opening.rstrip().endswith(THOUGHT_BEGIN)
+
+
+def continued(text: str, opening: str) -> str:
+    """`text` without the beginning of a thought that `opening` ends with already."""
+    if not (opens_thought(opening) and text.lstrip().startswith(THOUGHT_BEGIN)):
+        return text
+    space = opening.rpartition(THOUGHT_BEGIN)[2]
+    return text.lstrip().removeprefix(THOUGHT_BEGIN).removeprefix(space)
 
 
 def head_behind(opening: str, before: str) -> str:
     """What stands between `opening` and a turn's text, of the text `before` that. An open thought is closed empty."""
     if before.startswith(opening):
         return before.removeprefix(opening)
-    return f"\n{THOUGHT_END}\n\n" if opening.rstrip().endswith(THOUGHT_BEGIN) else ""
+    return f"\n{THOUGHT_END}\n\n" if opens_thought(opening) else ""
+
+
+def _letters(text: str) -> str:
+    """A text without white space and the beginning of its thought."""
+    return "".join(text.split()).removeprefix(THOUGHT_BEGIN)
 
 
 def tokens_to_stop(tokens: list[int], stops: Collection[int]) -> tuple[int, ...]:

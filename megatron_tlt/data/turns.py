@@ -20,7 +20,9 @@ from megatron_tlt.data.turn_form import (
     THOUGHT_BEGIN,
     THOUGHT_END,
     TURN,
+    continued,
     head_behind,
+    opens_thought,
     tokens_to_stop,
 )
 from megatron_tlt.errors import ConfigError, DataError
@@ -45,7 +47,7 @@ class TurnTokens:
         ends: Sequence[int] = (),
     ):
         """`chat`: by the chat template, if the tokenizer has one; `roles`: those that observations will have; `ends`:
-        tokens that end turns beside the model's stop tokens.
+        tokens that end turns beside the tokenizer's own.
 
         Raises ConfigError for a template without such a role, or one that renders earlier turns otherwise than they
         were generated (not with `keep_history`).
@@ -79,10 +81,7 @@ class TurnTokens:
     @property
     def opens_thought(self) -> bool:
         """Whether the chat template begins the model's turn within a thought."""
-        if not self._chat:
-            return False
-        opened = self._tokenizer.render_chat([{"role": "user", "content": PROMPT}], self._tools)
-        return opened.rstrip().endswith(THOUGHT_BEGIN)
+        return self._chat and opens_thought(self._prompt())
 
     def given(self, observation: str, role: Literal["user", "tool"], drawn: Sequence[int]) -> tuple[int, ...]:
         """The tokens between the drawn turn `drawn` (with the stop token, if one ended it) and the next one."""
@@ -98,10 +97,16 @@ class TurnTokens:
         """The text before a turn that follows a message of `role`."""
         return "".join(self._rendered(OBSERVATION, role)) if self._chat else f"{OBSERVATION}\n"
 
-    def head(self, opening: str, role: Literal["user", "tool"]) -> str:
-        """What the template writes between `opening` and a turn's text, before a message of `role`."""
+    def head(self, role: Literal["user", "tool"]) -> str:
+        """What the template writes between the opening of a turn and its text, before a message of `role`."""
+        if not self._chat:
+            return ""
         before, _ = self._rendered(OBSERVATION, role)
-        return head_behind(opening, before.removesuffix(TURN))
+        return head_behind(self._prompt(), before.removesuffix(TURN))
+
+    def _prompt(self) -> str:
+        """A made-up prompt, open for the model's turn."""
+        return self._tokenizer.render_chat([{"role": "user", "content": PROMPT}], self._tools)
 
     def _rendered(self, observation: str, role: str) -> tuple[str, str]:
         """A made-up conversation up to the end of the assistant's text, and what follows."""
@@ -140,7 +145,8 @@ class TurnTokens:
         field = "env.tool_role" if role == "tool" else "data.chat_template"
         where = f"the chat template of {self._tokenizer.name}"
         try:
-            rewritten = next((turn for turn in (TURN, _THOUGHTS) if self._is_rewritten(turn, role)), None)
+            turns = (_THOUGHTS,) if self.opens_thought else (TURN, _THOUGHTS)
+            rewritten = next((turn for turn in turns if self._is_rewritten(turn, role)), None)
             end = self._end(role)
         except (DataError, ValueError) as error:  # ValueError: it leaves a text out
             allowed = f"{where} has no such message after one of the assistant: {error}"
@@ -158,14 +164,15 @@ class TurnTokens:
         self._num_end_tokens[role] = len(end)
 
     def _is_rewritten(self, turn: str, role: str) -> bool:
-        """Whether a rendering with later messages does not begin with the prompt and the turns as generated; the model
-        draws white space that the template writes before a turn.
+        """Whether a rendering with later messages does not begin with the prompt and the turns as generated, behind
+        the thought that the prompt may open; the model draws white space that the template writes before a turn.
         """
         messages = [{"role": "user", "content": PROMPT}]
         for _ in range(2):
             prompt = self._tokenizer.render_chat(messages, self._tools)
             messages += [{"role": "assistant", "content": turn}, {"role": role, "content": OBSERVATION}]
             rendered = self._tokenizer.render_chat(messages, self._tools)
-            if not (rendered.startswith(prompt) and rendered[len(prompt) :].lstrip().startswith(turn)):
+            drawn = continued(turn, prompt)
+            if not (rendered.startswith(prompt) and rendered[len(prompt) :].lstrip().startswith(drawn)):
                 return True
         return False

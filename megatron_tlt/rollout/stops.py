@@ -29,6 +29,11 @@ def with_stop_ids(params: SamplingParams, tokenizer: HFTokenizer | None) -> Samp
     return replace(params, stop=strings, stop_token_ids=(*params.stop_token_ids, *special))
 
 
+def stop_end(text: str, stops: Sequence[str]) -> int | None:
+    """The end of the stop string in `text` that ends first; None without one."""
+    return min((at + len(stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
 class StopStringFinder:
     """Finds the stop strings of one response; work per token does not grow with the response's length."""
 
@@ -46,10 +51,10 @@ class StopStringFinder:
         new = self._decoder.add([token_id])
         # Characters that the decoder holds back until the next one is complete cannot change: a stop may end in them.
         text = self._tail + new + self._decoder.held
-        ends = [at + len(stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        end = stop_end(text, self._stops)
+        if end is not None:
             before = "".join(self._pieces)
-            self.cut_text = before[: len(before) - len(self._tail)] + text[: min(ends)]
+            self.cut_text = before[: len(before) - len(self._tail)] + text[:end]
             return True
         if new:
             self._pieces.append(new)

@@ -16,6 +16,7 @@ from megatron_tlt.data.chat_template import ChatTemplate
 from megatron_tlt.data.rendered_prompts import rendered_warning
 from megatron_tlt.data.special_tokens import pattern_problem, stop_problems
 from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.data.turn_form import THOUGHT_BEGIN, opens_thought, read_turn_form
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError, shortened
 from megatron_tlt.trainer.token_checks import tokenizer_here
 from megatron_tlt.types import Prompt
@@ -83,7 +84,8 @@ def plain_prompt_warning(tokenizer: HFTokenizer, prompts: Sequence[Prompt]) -> s
 
 
 def chat_warnings(config: TrainingConfig) -> list[str]:
-    """Variables that the run's chat template does not read, and a tokenizer without a template that it reads.
+    """Variables that the run's chat template does not read, patterns with a thought that it opens, and a tokenizer
+    without a template that it reads.
 
     For a configuration without problems.
     """
@@ -97,7 +99,18 @@ def chat_warnings(config: TrainingConfig) -> list[str]:
                     "its text in chat_template.jinja would be used")]  # fmt: skip
         what = f"{tokenizer.name} has no chat template: prompts are plain text"
         return [f"{what}; {name}.chat_template=false says that this is meant"]
-    return unread_warnings(tokenizer, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
+    found = unread_warnings(tokenizer, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
+    return [*found, *_opened_thought_warnings(config, tokenizer)]
+
+
+def _opened_thought_warnings(config: TrainingConfig, tokenizer: HFTokenizer) -> list[str]:
+    """Of reward patterns with the beginning of a thought where the chat template writes it: responses lack it."""
+    functions = () if config.rl is None else config.rl.rewards.functions
+    named = [i for i, function in enumerate(functions) if THOUGHT_BEGIN in (function.pattern or "")]
+    if not (named and opens_thought(read_turn_form(tokenizer).opening)):
+        return []
+    why = f"the chat template writes {THOUGHT_BEGIN} at the end of the prompt, so responses begin behind it"
+    return [f"rewards.functions.{i}.pattern: {why}: a pattern that needs it never matches" for i in named]
 
 
 def unread_tools(config: Config, tools: Sequence[dict[str, Any]]) -> str | None:

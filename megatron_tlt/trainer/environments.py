@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
 from megatron_tlt.data.turns import TurnTokens
@@ -13,7 +14,6 @@ from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.envs.build import environment_tools, gives_rewards, has_opening
 from megatron_tlt.envs.pool import EnvironmentPool
 from megatron_tlt.errors import ConfigError, ConfigProblem, EnvError, OpeningError
-from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.trainer.turn_metrics import turn_rows
 
 if TYPE_CHECKING:
@@ -28,12 +28,21 @@ if TYPE_CHECKING:
 
 
 def open_environments(config: Config, tokenizer: HFTokenizer, world: Ranks) -> Environments | None:
-    """This rank's environments; None for single-turn rollouts. Raises ConfigError."""
+    """This rank's environments; None for single-turn rollouts. Raises ConfigError, CheckpointError."""
     if config.env is None:
         return None
-    longest, ends = config.data.max_prompt_tokens, ModelConfig.from_hf(config.model.path).eos_token_ids
-    chat, tp = config.data.chat_template, config.rollout.tp
-    return Environments(config.env, tokenizer, world, chat=chat, ends=ends, max_prompt_tokens=longest, tp=tp)
+    data, stop = config.data, config.rollout.stop
+    return Environments(
+        config.env,
+        tokenizer,
+        world,
+        chat=data.chat_template,
+        ends=end_tokens(config.model.path, tokenizer, stop),
+        stop=stop,
+        # A prompt with more tokens is dropped or refused, unless it is cut at its beginning.
+        max_prompt_tokens=None if data.long_prompts == "cut_left" else data.max_prompt_tokens,
+        tp=config.rollout.tp,
+    )
 
 
 @contextmanager
@@ -98,7 +107,7 @@ def reward_warning(config: Config) -> str | None:
 def turn_tokens(
     section: EnvSection, tokenizer: HFTokenizer, tools: Sequence[dict[str, Any]], *, chat: bool, ends: Sequence[int]
 ) -> TurnTokens:
-    """The tokens of observations. `ends`: the model's stop tokens, beside the tokenizer's.
+    """The tokens of observations. `ends`: those that end a turn.
 
     Raises ConfigError for a chat template that does not fit.
     """
@@ -124,6 +133,7 @@ class Environments:
         *,
         chat: bool,
         ends: Sequence[int],
+        stop: Sequence[str],
         max_prompt_tokens: int | None = None,
         tp: int = 1,
     ):
@@ -131,11 +141,11 @@ class Environments:
         and their CPUs, for the others' environments are not asked. Collective. Raises ConfigError for a chat template
         that does not fit.
 
-        `ends`: the model's stop tokens, beside the tokenizer's. `max_prompt_tokens`: a prompt with more tokens is
-        dropped, so no more of an opening is read.
+        `ends`: the tokens that end a turn; `stop`: strings that do. `max_prompt_tokens`: a prompt with more tokens is
+        not used, so no more of an opening is read.
         """
         tools = environment_tools(section)
-        self._decode = tokenizer.decode
+        self._decode, self._stop = tokenizer.decode, stop
         self._tokens = turn_tokens(section, tokenizer, tools, chat=chat, ends=ends)
         self._in_thought = self._tokens.opens_thought
         longest = None if max_prompt_tokens is None else self._tokens.characters_of(max_prompt_tokens + 1)
@@ -158,7 +168,8 @@ class Environments:
 
     def turn_rows(self, sample: Sample) -> list[JsonRow]:
         """The turns of a finished trajectory, for people: see `turn_rows`."""
-        return turn_rows(sample, self._decode, has_tools=bool(self.prompts.tools), in_thought=self._in_thought)
+        has_tools = bool(self.prompts.tools)
+        return turn_rows(sample, self._decode, self._stop, has_tools=has_tools, in_thought=self._in_thought)
 
     def close(self) -> None:
         """Ends the workers."""

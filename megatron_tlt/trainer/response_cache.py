@@ -45,7 +45,7 @@ def response_identity(
     return {
         **asdict(params),
         "model": model_record(shape),
-        "eos": end_tokens(shape, tokenizer),
+        "eos": end_tokens(model, tokenizer),
         "device": device.type,
         "processors": kinds,  # another kind has other last bits
         **({} if env is None else {"env": environment_fingerprint(env)}),

@@ -37,11 +37,13 @@ def tokenizer_problems(config: TrainingConfig) -> list[ConfigProblem]:
     if not has_tokenizer(source):
         allowed = "has no tokenizer files (tokenizer.json or its older kinds); model.tokenizer may name a directory"
         return [ConfigProblem(field, str(source), allowed)]
+    model, chat = _model(config), config.chat.chat_template
     try:
         tokenizer = open_tokenizer(config)
+        if model is not None:
+            end_tokens(config.model.path, tokenizer)
     except CheckpointError as error:
         return [ConfigProblem(field, str(source), str(error))]
-    model, chat = _model(config), config.chat.chat_template
     return [] if model is None else embedding_problems(field, tokenizer, model.vocab_size, chat=chat)
 
 
@@ -120,12 +122,12 @@ def long_records(config: TrainingConfig) -> tuple[list[ConfigProblem], list[str]
 
 def turn_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """A chat template on this machine that does not fit the configuration's environment. Imports the environment."""
-    tokenizer, env = tokenizer_here(config), None if config.rl is None else config.rl.env
-    if env is None or tokenizer is None or (model := _model(config)) is None:  # which may name other stop tokens
+    tokenizer, rl = tokenizer_here(config), config.rl
+    if rl is None or rl.env is None or tokenizer is None or _model(config) is None:  # it may name other stop tokens
         return []
     try:
-        ends, tools = model.eos_token_ids, environment_tools(env)
-        turn_tokens(env, tokenizer, tools, chat=config.chat.chat_template, ends=ends)
+        ends = end_tokens(config.model.path, tokenizer, rl.rollout.stop)
+        turn_tokens(rl.env, tokenizer, environment_tools(rl.env), chat=config.chat.chat_template, ends=ends)
     except ConfigError as error:
         return error.problems
     return []
@@ -137,24 +139,25 @@ def tokenizer_warnings(config: TrainingConfig) -> list[str]:
     if model is None or tokenizer is None:
         return []
     stop, setting = ((), None) if config.rl is None else (config.rl.rollout.stop, "rollout.stop")
-    return warnings_of(tokenizer, model, config.chat.chat_template, stop, setting)
+    ends = end_tokens(config.model.path, tokenizer, stop)
+    return warnings_of(tokenizer, model.vocab_size, ends, config.chat.chat_template, stop, setting)
 
 
 def warnings_of(
-    tokenizer: HFTokenizer, model: ModelConfig, chat: bool, stop: Sequence[str], setting: str | None
+    tokenizer: HFTokenizer, rows: int, ends: Sequence[int], chat: bool, stop: Sequence[str], setting: str | None
 ) -> list[str]:
-    """Tokens without a row, and (`chat`) a chat template that ends turns without a stop token.
+    """Tokens without one of the embedding's `rows`, and (`chat`) a chat template that ends turns without a stop token.
 
-    `stop`: strings that end a response; `setting`: the name of their setting.
+    `ends`: tokens that end a response; `stop`: strings that do; `setting`: the name of their setting.
     """
     found = []
     if beyond := tokenizer.tokens_beyond:
         first = f"the first is {beyond[0]!r} with id {tokenizer.vocabulary()[beyond[0]]}"
-        where = f"no row in the model's embedding, which has {model.vocab_size}"
+        where = f"no row in the model's embedding, which has {rows}"
         found.append(
             f"{len(beyond)} added tokens of {tokenizer.name} have {where} ({first}): a text with one of them is refused"
         )
-    if chat and (text := _end_warning(tokenizer, end_tokens(model, tokenizer), stop, setting)) is not None:
+    if chat and (text := _end_warning(tokenizer, ends, stop, setting)) is not None:
         found.append(text)
     return found
 

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_tlt.envs.calls import parse_calls
 from megatron_tlt.observe.jsonl import JsonRow
 from megatron_tlt.observe.reduction import Metric, RankMetrics, Reduce, sums
+from megatron_tlt.rollout.stops import stop_end
 from megatron_tlt.types import Sample, SampleGroup
 
 _TURNS = 8  # of which the mean reward is a metric
@@ -32,15 +33,22 @@ def turn_metrics(groups: Sequence[SampleGroup]) -> RankMetrics:
 
 
 def turn_rows(
-    sample: Sample, decode: Callable[[Sequence[int]], str], *, has_tools: bool, in_thought: bool = False
+    sample: Sample,
+    decode: Callable[[Sequence[int]], str],
+    stop: Sequence[str] = (),
+    *,
+    has_tools: bool,
+    in_thought: bool = False,
 ) -> list[JsonRow]:
-    """A row a turn, with the fields that it has: `response`, the text that the policy drew; `calls` in it, of tools;
-    `observation`, the text given behind it; the environment's `reward`, and the `seconds` waited for it.
+    """A row a turn, with the fields that it has: `response`, the text that the policy drew, up to the end of
+    a string of `stop`; `calls` in it, of tools; `observation`, the text given behind it; the environment's `reward`,
+    and the `seconds` waited for it.
     """
     rows: list[JsonRow] = []
     tokens, begin = sample.token_ids, 0
     for turn, (end, next_begin) in enumerate([*sample.given, (len(tokens), len(tokens))]):
-        row: JsonRow = {"response": decode(tokens[begin:end])}
+        text = decode(tokens[begin:end])
+        row: JsonRow = {"response": text[: stop_end(text, stop)]}
         if has_tools and (calls := parse_calls(row["response"], in_thought)):
             row["calls"] = [
                 {"problem": call.problem} if call.problem else {"name": call.name, "arguments": call.arguments}

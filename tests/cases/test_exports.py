@@ -40,16 +40,18 @@ def with_more_templates(folder: Path) -> Path:
 def test_an_export_has_the_runs_tokenizer_and_nothing_of_the_models(tmp_path: Path) -> None:
     model, own = with_more_templates(tmp_path / "model"), with_template_in_its_configuration(tmp_path / "own")
     (own / "generation_config.json").write_text('{"eos_token_id": 1, "max_new_tokens": 7}')
+    generation = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [2, 3]}))
     (tmp_path / "out").mkdir()
     copy_run_companions(model, own, tmp_path / "out")
     exported, trained = AutoTokenizer.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(own)
     assert exported.chat_template == trained.chat_template
     assert exported.apply_chat_template(MESSAGES, tokenize=False) == "Q: Calculate 7 + 5.\nA:"
     assert exported.eos_token == "<|bos|>"
-    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    written = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (ModelConfig.from_hf(model).eos_token_ids, HFTokenizer(own).eos_token_ids) == ((2,), (1,))
-    assert generation.eos_token_id == [1, 2]  # engines stop at both
-    assert generation.max_new_tokens == 512  # the model's
+    assert written.eos_token_id == [1, 2, 3]  # engines stop at all
+    assert written.max_new_tokens == 512  # the model's
 
 
 def test_templates_go_along_and_those_of_another_tokenizer_leave(tmp_path: Path) -> None:

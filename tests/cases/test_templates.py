@@ -115,6 +115,17 @@ def test_a_tokenizer_here_is_checked_where_its_model_is_elsewhere(
     assert words in capsys.readouterr().err
 
 
+def test_a_pattern_with_a_thought_that_the_template_opens_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, pattern = {"prompt": "1 + 2", "answer": "3"}, "{name: exact, pattern: '<think>.*</think>(.*)'}"
+    for end, is_said in ("<think>\\n", True), ("<think></think>", False):
+        model = chat_model(tmp_path / f"m{is_said}", QWEN3 + f"{{{{- '{end}' }}}}")
+        assert main(arguments("check", model, row, f"rewards.functions=[{pattern}]")) == 0
+        said = "rewards.functions.0.pattern: the chat template writes <think> at the end of the prompt"
+        assert (said in capsys.readouterr().out) is is_said
+
+
 @pytest.mark.mpi
 def test_stop_strings_and_patterns_of_special_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, row = chat_model(tmp_path / "m", QWEN3), {"prompt": "1 + 2", "answer": "3"}

@@ -176,6 +176,21 @@ def test_a_template_that_ends_turns_without_a_stop_token_is_said(model: Path) ->
     assert "warning: the chat template" not in check_report(config_of(model), 1)
 
 
+def test_end_tokens_of_the_model_count_beside_a_tokenizer_of_another_directory(model: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(model, tmp_path / "own"))
+    for file in (own / "generation_config.json", own / "config.json", model / "config.json"):
+        edit(file, eos_token_id=0)
+    edit(own / "tokenizer_config.json", eos_token="<|pad|>")
+    config = config_of(model)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": str(own)})})
+    for ends, is_said in ([0, 2], False), (0, True):
+        edit(model / "generation_config.json", eos_token_id=ends)
+        assert ("with '<|end|>', which is no stop token" in check_report(config, 1)) is is_said
+    edit(model / "generation_config.json", eos_token_id="end")
+    with pytest.raises(ConfigError, match=rf"model\.tokenizer = .*{model}/generation_config.json: eos_token_id"):
+        check_report(config, 1)
+
+
 MIXTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ ' [INST] ' + m.content + ' [/INST]' }}
 {%- elif m.role == 'tool' %}{{ ' [T] ' + m.content + ' [/T]' }}
 {%- else %}{{ HEAD + m.content + eos_token }}{% endif %}{% endfor %}"""
@@ -229,9 +244,15 @@ def test_check_reads_rows_and_tokenizer_once_and_gives_the_template_its_variable
 _TURNS = """{%- for m in messages %}{%- if m.role == 'assistant' %}{{- '<|assistant|>' }}ANSWER{{- '<|end|>' }}
 {%- else %}{{- '<|user|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>OPEN' }}{%- endif %}"""
-_LAST = """{%- if loop.last and '</think>' not in m.content %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
-HYBRID = _TURNS.replace("ANSWER", _LAST + "{{- m.content }}").replace("OPEN", "")  # Qwen3
-THINKING = _TURNS.replace("ANSWER", _LAST + "{{- m.content }}").replace("OPEN", "<think>\\n")  # Qwen3 Thinking
+# Qwen3's: a thought is spelled anew; the last turn has an empty one without it.
+_QWEN3 = """{%- set thought, content = '', m.content %}{%- if '</think>' in content %}
+{%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}
+{%- if loop.last or thought %}{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif %}
+{{- content }}"""
+HYBRID = _TURNS.replace("ANSWER", _QWEN3).replace("OPEN", "")
+THINKING = _TURNS.replace("ANSWER", _QWEN3).replace("OPEN", "<think>\\n")
+SILENT = _TURNS.replace("ANSWER", _QWEN3).replace("OPEN", "<think>\\n\\n</think>\\n\\n")  # enable_thinking: false
 DISTILLED = _TURNS.replace("ANSWER", "{{- m.content.split('</think>')[-1] }}").replace("OPEN", "<think>\\n")  # R1
 CHANNELS = _TURNS.replace("ANSWER", "{{- '<|pad|>final:' + m.content }}").replace("OPEN", "")  # gpt-oss
 THOUGHT, EMPTY = "<think>\nHm.\n</think>\n\n3", "<think>\n\n</think>\n\n3"
@@ -242,9 +263,14 @@ THOUGHT, EMPTY = "<think>\nHm.\n</think>\n\n3", "<think>\n\n</think>\n\n3"
     [
         (HYBRID, "3", EMPTY),
         (HYBRID, THOUGHT, THOUGHT),
+        (HYBRID, THOUGHT.removeprefix("<think>\n"), THOUGHT),
+        (HYBRID, "<think>Hm.</think>3", THOUGHT),
         (THINKING, "3", EMPTY),
         (THINKING, THOUGHT, THOUGHT),
         (THINKING, THOUGHT.removeprefix("<think>\n"), THOUGHT),
+        (THINKING, "<think>Hm.</think>3", THOUGHT),
+        (SILENT, "3", EMPTY),
+        (SILENT, EMPTY, EMPTY),
         (DISTILLED, "3", EMPTY),
         (DISTILLED, THOUGHT, THOUGHT),
         (CHANNELS, "3", "<|pad|>final:3"),
@@ -258,8 +284,10 @@ def test_a_response_has_the_thought_or_channel_that_the_template_writes(
     messages = [USER, {"role": "assistant", "content": text}]
     (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), tokenizer)
     assert found == tokenizer.encode(f"<|user|>1 + 2<|end|><|assistant|>{wanted}<|end|>")
-    if template in (HYBRID, CHANNELS):
+    if template != DISTILLED:
         assert found == reference.apply_chat_template(messages, return_dict=False)
+    if template == SILENT:  # its model draws no thought
+        return
     row = {"prompt": "1 + 2", "response": THOUGHT}
     config = Config.model_validate({"model": {"path": str(model), "max_context": 256}})
     (drawn,) = read_responses(config, write(tmp_path / "d.jsonl", row), tokenizer, 999, 9)
@@ -274,6 +302,29 @@ def test_earlier_turns_and_those_of_a_base_model_are_the_templates(model: Path, 
     messages = [USER, TURN, TOOL, TURN]
     (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), HFTokenizer(model))
     assert found == AutoTokenizer.from_pretrained(model).apply_chat_template(messages, return_dict=False)
+
+
+def test_turns_before_tools_are_those_of_a_rollout(model: Path, tmp_path: Path) -> None:
+    """Thoughts that the template keeps are the rendered conversation; what it opens, each turn has, as in RL with
+    `env.rewritten_history: keep`; what it writes before a text, it writes beside tools, too.
+    """
+    thinks, tools = {**TURN, "content": THOUGHT}, [{"type": "function", "function": {"name": "f"}}]
+    begin, between = "<|user|>1 + 2<|end|><|assistant|>", "<|end|><|user|>hello 3<|end|><|assistant|>"
+    for template, turn, wanted in (
+        (HYBRID, thinks, THOUGHT),
+        (THINKING, thinks, THOUGHT),
+        (THINKING, TURN, EMPTY),
+        (SILENT, TURN, EMPTY),
+        (CHANNELS, TURN, "<|pad|>final:3"),
+    ):
+        (model / "chat_template.jinja").write_text("{{- tools | tojson if tools }}" + template)
+        tokenizer, messages = HFTokenizer(model), [USER, turn, TOOL, turn]
+        path = write(tmp_path / "r.jsonl", {"messages": messages}, {"messages": messages, "tools": tools})
+        plain, shown = sft_tokens(path, tokenizer)
+        assert plain == tokenizer.encode(f"{begin}{wanted}{between}{wanted}<|end|>")
+        assert shown[-len(plain) :] == plain and len(shown) > len(plain)
+        if turn is thinks:
+            assert plain == AutoTokenizer.from_pretrained(model).apply_chat_template(messages, return_dict=False)
 
 
 def test_an_observation_has_the_tokens_that_the_template_gives_it(tmp_path: Path) -> None:

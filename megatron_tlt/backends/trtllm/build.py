@@ -43,7 +43,7 @@ def build_backend(options: EngineOptions) -> TrtllmBackend:
         process,
         ServedWeights.of_policy(policy, options.sync.verify),
         options,
-        end_tokens(policy, options.tokenizer),
+        end_tokens(model.path, options.tokenizer),
     )
     if rollout.release_cache:
         with process.closed_on_error():

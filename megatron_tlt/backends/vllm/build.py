@@ -74,7 +74,7 @@ def build_backend(options: EngineOptions) -> VllmBackend:
         process,
         ServedWeights.of_policy(policy, options.sync.verify),
         options,
-        end_tokens(policy, options.tokenizer),
+        end_tokens(model.path, options.tokenizer),
         experts_per_token=policy.num_experts_per_tok,
         store=store,
     )

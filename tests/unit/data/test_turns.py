@@ -36,7 +36,8 @@ TEMPLATES = {
     "no tools": "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}<|assistant|>",
 }
-END = {"qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "smollm2": "<|im_end|>", "llama3": "<|eot|>"}
+TEMPLATES["thinking"] = TEMPLATES["qwen3"].replace("assistant\\n", "assistant\\n<think>\\n")  # it opens the thought
+END = {**dict.fromkeys(("qwen2.5", "qwen3", "thinking", "smollm2"), "<|im_end|>"), "llama3": "<|eot|>"}
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|head|>", "<|/head|>", "<|eot|>", "<|end|>", "<|assistant|>")
 
 
@@ -66,8 +67,9 @@ def test_a_stream_of_turns_is_what_the_template_renders(family: str, role: str, 
         assert tokenizer.encode_chat(tuple(messages)) == stream
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_by_name(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of("qwen3", tmp_path)
+@pytest.mark.parametrize("family", ["qwen3", "thinking"])
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(family, tmp_path)
     with pytest.raises(ConfigError, match=r"env\.rewritten_history") as caught:
         TurnTokens(tokenizer, chat=True, max_observation_tokens=9)
     assert str(tmp_path) in str(caught.value)

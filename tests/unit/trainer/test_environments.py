@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_tlt.config.env import EnvSection
+from megatron_tlt.config.root import Config
+from megatron_tlt.data.tokenizer import HFTokenizer
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import ConfigError, EnvError, OpeningError
-from megatron_tlt.trainer.environments import Environments, before_a_run
+from megatron_tlt.trainer import environments as environments_module
+from megatron_tlt.trainer.environments import Environments, before_a_run, open_environments
 from megatron_tlt.types import Prompt
+from tests.helpers.chat_models import DEMO_POLICY, chat_model
 
 PROMPTS = [Prompt(i, f"d:{i}", (), str(i)) for i in range(5)]
 
@@ -60,3 +67,17 @@ def test_before_a_run_a_failed_opening_names_the_environment() -> None:
     for section, name in (({"path": "e.py:E"}, "env.path = 'e.py:E'"), ({"kind": "retry"}, "env.kind = 'retry'")):
         with pytest.raises(ConfigError, match=f"{name}: fails: no opening"), before_a_run(EnvSection(**section)):  # type: ignore[arg-type]
             environments(0, parts)._openings([Prompt(0, "d:0", (), "bad")])
+
+
+def test_what_ends_a_turn_and_how_much_of_an_opening_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that are cut at their beginning need an opening's end."""
+    monkeypatch.setattr(environments_module, "Environments", lambda *args, **named: named)
+    model = chat_model(tmp_path / "m", None)
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    sections = {"model": {"path": str(model)}, "env": {"kind": "number_guess"}}
+    for long_prompts, longest in ("drop", 64), ("cut_left", None):
+        data = {"train": {"kind": "env"}, "max_prompt_tokens": 64, "long_prompts": long_prompts}
+        tree = {**sections, "data": data, "rollout": {"stop": ["<|pad|>", "</answer>"]}}
+        found: Any = open_environments(Config.model_validate(tree), HFTokenizer(DEMO_POLICY), SingleProcess())
+        assert found["max_prompt_tokens"] == longest
+        assert found["ends"] == [0, 2, 5] and found["stop"] == ("<|pad|>", "</answer>")

@@ -122,11 +122,25 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
             "field 'prompt' must not end with a message of the assistant, .*'completion'",
         ),
         ({"prompt": "1 + 2", "messages": [ASKED, ANSWER]}, "'completion' must be .*; sft.prompt_field=messages takes"),
+        ({**PAIR, "completion": [ANSWER]}, "field 'completion' must be a string, found list"),
+        (
+            {"prompt": [ASKED, CALL, OBSERVED], "completion": [ANSWER]},
+            "field 'prompt' must have all messages up to the user's last one, and 'completion' those behind it",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_learned_is_refused(tmp_path, record, message):
     with pytest.raises(DataError, match=f"r.jsonl:1: .*{message}"):
         read(write(tmp_path / "r.jsonl", json.dumps(record)), chat_template=True)
+
+
+def test_messages_in_prompt_and_completion_are_a_conversation(tmp_path):
+    """TRL's form."""
+    rows = {"messages": [ASKED, CALL, OBSERVED, ANSWER]}, {"prompt": [ASKED], "completion": [CALL, OBSERVED, ANSWER]}
+    path = write(tmp_path / "r.jsonl", *map(json.dumps, rows))
+    joined, parted = read(path, HFTokenizer(DEMO_POLICY), 200, chat_template=True)
+    assert joined.trajectory.token_ids.tolist() == parted.trajectory.token_ids.tolist()
+    assert joined.loss_mask.tolist() == parted.loss_mask.tolist()
 
 
 def test_records_without_text_to_learn_are_left_out(tmp_path):

@@ -67,6 +67,12 @@ def test_the_turns_of_a_trajectory_are_texts_calls_rewards_and_seconds():
     assert "calls" not in turn_rows(sample, lambda ids: "".join(map(chr, ids)), has_tools=False)[0]
 
 
+def test_a_turn_is_shown_up_to_its_stop_string_as_the_environment_saw_it():
+    sample = Sample(7, 0, list(map(ord, "a<end>\n1b")), [], "b", "env", 0, given=((7, 8),))
+    rows = turn_rows(sample, lambda ids: "".join(map(chr, ids)), ["d>\n", "<end>"], has_tools=False)
+    assert rows == [{"response": "a<end>", "observation": "1"}, {"response": "b"}]
+
+
 def test_failures_are_named():
     assert failure_warning([group([1.0])]) is None
     warning = failure_warning([group([1.0], None, None)])
