@@ -79,7 +79,7 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
         prompts = held_out_prompts(config.data, tokenizer, config.eval.num_prompts, prompts_of(environments))
     rewards = reward_pool(config, world)
     tp = tensor_parallel(world, config.rollout.tp)
-    backend = open_backend(config, world, tokenizer, tp)
+    backend = open_backend(reads, world, tokenizer, tp)
     world.enter("load")
     weights = push_policy(config.model.path, backend, world, config.sync, hashes=True)
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)

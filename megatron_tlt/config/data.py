@@ -122,6 +122,11 @@ class RewardConfig(Section):
         """`threshold` with its default as a number."""
         return 1.0 if self.threshold == "auto" else self.threshold
 
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it compares with the reference answer of the prompt."""
+        return self.name in ("math", "exact")
+
 
 def is_of_unknown_scale(name: object, threshold: object) -> bool:
     return threshold == "auto" and name in ("python", "env")
@@ -149,3 +154,8 @@ class RewardSection(Section):
     def is_of_unknown_scale(self) -> bool:
         """Whether a value below the threshold of one of them may be a right answer's."""
         return any(is_of_unknown_scale(function.name, function.threshold) for function in self.functions)
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether one of them compares with the reference answer."""
+        return any(function.needs_answer for function in self.functions)

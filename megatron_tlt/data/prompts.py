@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_tlt.errors import (
     UndrawnRowError,
     shortened,
 )
-from megatron_tlt.types import Prompt
+from megatron_tlt.types import Answer, Prompt
 
 Which = Literal["train", "eval"]
 LongPrompts = Literal["drop", "error", "cut_left"]
@@ -141,11 +141,12 @@ def source_problems(
     render: Callable[[str | Messages, Sequence[dict[str, Any]]], object] | None = None,
     tools: Sequence[dict[str, Any]] = (),
     system: str | None = None,
+    compare: Callable[[str, Iterable[tuple[str, Answer | None]]], list[ConfigProblem]] = lambda *_: [],
 ) -> list[ConfigProblem]:
     """Why the source of section `field` cannot be read, with file and line; empty if it can.
 
     `render` puts a prompt into the chat template: it gets one of each form, and its tools, else the environment's
-    `tools`. `system`: the run's system message.
+    `tools`. `system`: the run's system message. `compare`: gets the field and the answers, returns their problems.
     """
     try:
         source = open_source(config, field, 0, system)
@@ -153,6 +154,7 @@ def source_problems(
             for where, prompt, own in source.examples:
                 with errors_at(where):
                     render(prompt, own or tools)
+        return compare(field, source.answers())
     except ConfigError as error:
         return error.problems
     except DataError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -101,6 +101,9 @@ class Source(Protocol):
     def row(self, index: int) -> Row:
         """Row `index`. Mutates nothing that shows. Raises DataError; UndrawnRowError where others may be drawn."""
 
+    def answers(self) -> Iterable[tuple[str, Answer | None]]:
+        """Place and reference answer of every row; of an infinite source, of one row of each task."""
+
 
 def first_drawn(draw: Callable[[int], T], most: int, *errors: type[Exception]) -> T:
     """The first of `draw(0)`, `draw(1)`, .. that raises none of `errors`; the last of `most` may raise."""
@@ -125,6 +128,9 @@ class EnvSource:
 
     def row(self, index: int) -> Row:
         return Row(f"env:{self._seed:x}:{index}", "", None, "env", {})
+
+    def answers(self) -> Iterable[tuple[str, Answer | None]]:
+        return [(self.description, None)]
 
 
 class FileSource:
@@ -197,10 +203,9 @@ class FileSource:
         of_data = f"{name}:{self._fingerprint}:{index}"  # splits of one data set may have one stem
         return Row(of_data, text, answer, name, metadata, messages, self._where(index), ids, self._tools(index, record))
 
-    def answers(self) -> list[tuple[str, Answer | None]]:
-        """File and place of every record with its reference answer."""
-        records = enumerate(self._records_to_check())
-        return [(self._where(index), self._fields(index, record)[1]) for index, record in records]
+    def answers(self) -> Iterator[tuple[str, Answer | None]]:
+        for index, record in enumerate(self._records_to_check()):
+            yield self._where(index), self._fields(index, record)[1]
 
     def _check(self) -> str:
         """Looks at every record once; returns the fingerprint."""

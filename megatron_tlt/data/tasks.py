@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -23,6 +23,7 @@ from megatron_tlt.config.data import TaskConfig
 from megatron_tlt.data.hashing import digest, hashed
 from megatron_tlt.data.sources import Row, first_drawn
 from megatron_tlt.errors import ConfigError, ConfigProblem, UndrawnRowError
+from megatron_tlt.types import Answer
 
 # Items that share a dataset of reasoning-gym. It draws item i of a dataset from seed + i, so two datasets with near
 # seeds share items; chunks with hashed seeds do not, and tasks that prepare all `size` items at once stay cheap.
@@ -66,12 +67,14 @@ class TaskSource:
         self._tasks, self._seed = tuple(tasks), seed
         self._bounds = list(accumulate(task.weight for task in tasks))
         self._dataset = lru_cache(_CACHED_CHUNKS * len(self._tasks))(self._make_dataset)
+        self._answers: list[tuple[str, Answer | None]] = []
         for k, task in enumerate(self._tasks):  # some generators check parameters only now, or draw none
             try:
-                first_drawn(self._dataset(k, 0).__getitem__, _TRIED_ITEMS, *_GENERATOR_ERRORS)
+                entry = first_drawn(self._dataset(k, 0).__getitem__, _TRIED_ITEMS, *_GENERATOR_ERRORS)
             except _GENERATOR_ERRORS as error:
                 allowed = f"{task.name} refuses: {error!r}"
                 raise ConfigError.of(f"{path}.{k}.params", task.params, allowed) from error
+            self._answers.append((f"{path}.{k}.name = {task.name}", _answer(entry)))
 
     @property
     def fingerprint(self) -> str:
@@ -97,14 +100,22 @@ class TaskSource:
                 entry = self._dataset(which, chunk)[offset]
         except _GENERATOR_ERRORS as error:
             raise UndrawnRowError(f"task {task.name!r}, item {index}: the generator failed: {error!r}") from error
-        answer = None if entry["answer"] is None else str(entry["answer"])
         metadata = {"task_name": task.name, "task_params": task.params, "task_entry": entry}
-        return Row(f"{task.name}:{self._seed:x}:{index}", entry["question"], answer, task.name, metadata)
+        return Row(f"{task.name}:{self._seed:x}:{index}", entry["question"], _answer(entry), task.name, metadata)
+
+    def answers(self) -> Iterable[tuple[str, Answer | None]]:
+        """Of each task's first item that can be drawn; its place is the field that names the task."""
+        return self._answers
 
     def _make_dataset(self, which: int, chunk: int) -> Any:
         task = self._tasks[which]
         seed = _FIRST_SEED + hashed(self._seed, "chunk", which, chunk) % _SEEDS
         return reasoning_gym.create_dataset(task.name, seed=seed, size=CHUNK, **task.params)
+
+
+def _answer(entry: Mapping[str, Any]) -> str | None:
+    """The reference answer of an item; None where its task has none, only a verifier."""
+    return None if entry["answer"] is None else str(entry["answer"])
 
 
 @contextmanager

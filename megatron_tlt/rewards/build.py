@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_tlt.config.data import RewardConfig, RewardSection
 from megatron_tlt.errors import ConfigProblem, RewardError
@@ -11,6 +11,7 @@ from megatron_tlt.rewards.env import env_reward
 from megatron_tlt.rewards.python import load_function, python_reward
 from megatron_tlt.rewards.spelling import is_comparable
 from megatron_tlt.rewards.text import exact_reward, format_reward
+from megatron_tlt.types import Answer
 
 
 def build_scorers(section: RewardSection) -> list[NamedScorer]:
@@ -31,10 +32,21 @@ def function_problems(section: RewardSection) -> list[ConfigProblem]:
     return problems
 
 
-def answer_warning(section: RewardSection, answers: Sequence[tuple[str, str | Sequence[str] | None]]) -> str | None:
+def answer_problems(
+    section: RewardSection, field: str, answers: Iterable[tuple[str, Answer | None]]
+) -> list[ConfigProblem]:
+    """Reward functions that compare with reference answers, where no row of the source of section `field` has one."""
+    if not section.needs_answers or any(answer not in (None, ()) for _, answer in answers):
+        return []
+    allowed = f"needs reference answers, and the rows of {field} have none: every response would be a recorded failure"
+    found = [(i, function.name) for i, function in enumerate(section.functions) if function.needs_answer]
+    return [ConfigProblem(f"rewards.functions.{i}.name", name, allowed) for i, name in found]
+
+
+def answer_warning(section: RewardSection, answers: Sequence[tuple[str, Answer | None]]) -> str | None:
     """A warning of reference answers, each with its file and row, that a reward function cannot compare with."""
     for label, config in zip(labels(section), section.functions, strict=True):
-        if config.name in ("math", "exact"):
+        if config.needs_answer:
             bad = [(where, answer) for where, answer in answers if not _is_usable(config.name, answer)]
             if bad:
                 where, answer = bad[0]
@@ -44,7 +56,7 @@ def answer_warning(section: RewardSection, answers: Sequence[tuple[str, str | Se
     return None
 
 
-def _is_usable(name: str, answer: str | Sequence[str] | None) -> bool:
+def _is_usable(name: str, answer: Answer | None) -> bool:
     if answer is None:
         return False
     acceptable = (answer,) if isinstance(answer, str) else answer

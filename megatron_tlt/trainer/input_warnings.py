@@ -13,7 +13,7 @@ from megatron_tlt.checkpoint.resume import removal_warning, schedule_warning
 from megatron_tlt.config.actor import ActorSection
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.checks.learning import algorithm_warnings, learning_rate_warning, warmup_warning
-from megatron_tlt.config.checks.speculation import unread_settings, unread_steps_warning
+from megatron_tlt.config.checks.speculation import idle_warnings, unread_settings
 from megatron_tlt.config.planning.disk import checkpoint_bytes, gb
 from megatron_tlt.config.root import Config, SftSection, TrainingConfig
 from megatron_tlt.data.chat import all_texts
@@ -33,10 +33,10 @@ from megatron_tlt.trainer.environments import prompt_tools, reward_warning
 from megatron_tlt.trainer.token_checks import tokenizer_here, tokenizer_warnings
 
 
-def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
+def input_warnings(config: TrainingConfig, device: Device | None, num_ranks: int | None = None) -> list[str]:
     """Every warning, one line each, of a configuration without problems. Reads files on this machine, no tensor.
 
-    `device`: of this machine's ranks; None if that is not known.
+    `device`: of this machine's ranks, `num_ranks`: of the run; None if that is not known.
     """
     found = _of_model(config)
     own = [adapter_warning(config.actor.lora, config.model.path), _slow_update(config.actor, device)]
@@ -50,7 +50,7 @@ def input_warnings(config: TrainingConfig, device: Device | None) -> list[str]:
     ]
     found += [*filter(None, own), *chat_warnings(config), *tokenizer_warnings(config)]
     found += [] if config.records is None else _of_records(config, config.records)
-    return [*found, *(() if config.rl is None else _of_rl(config.rl))]
+    return [*found, *(() if config.rl is None else _of_rl(config.rl, device, num_ranks))]
 
 
 def disk_warning(config: TrainingConfig) -> str | None:
@@ -112,12 +112,13 @@ def _unread_modules(actor: ActorSection) -> str | None:
     return f"actor.recompute_modules = [{listed}] has no effect with actor.recompute = none; selective reads it"
 
 
-def _of_rl(config: Config) -> list[str]:
+def _of_rl(config: Config, device: Device | None, num_ranks: int | None) -> list[str]:
     """Of what fine-tuning does not have."""
     own = [*algorithm_warnings(config.algorithm), *unread_settings(config.rollout.speculation)]
+    own += idle_warnings(config, device, num_ranks)
     teacher = [] if config.algorithm.teacher is None else model_warnings(config.algorithm.teacher)
     tools = prompt_tools(config)
-    others = unread_steps_warning(config), reward_warning(config), unread_tools(config, tools)
+    others = reward_warning(config), unread_tools(config, tools)
     own += filter(None, [*others, None if config.env is None else environment_warning(config.env)])
     long = long_prompt_warnings(config.data, tokenizer_here(config), tools)
     return [*teacher, *own, *_of_rows(config), *long, *_of_drafter(config)]
@@ -130,13 +131,12 @@ def _of_rows(config: Config) -> list[str]:
     found: list[str | None] = []
     tokenizer = tokenizer_here(config) if config.data.chat_template else None
     for field, section in config.data.sources:
-        if not section.is_here:
+        if not section.is_here and not (section.kind == "tasks" and config.rewards.needs_answers):
             continue
         found.append(unread_warning(section, field))
-        if not isinstance(source := open_source(section, field, 0, config.data.system_prompt), FileSource):
-            continue
-        found.append(answer_warning(config.rewards, source.answers()))
-        if tokenizer is not None:
+        source = open_source(section, field, 0, config.data.system_prompt)
+        found.append(answer_warning(config.rewards, [*source.answers()]))
+        if tokenizer is not None and isinstance(source, FileSource):
             rows = map(source.row, range(source.size))
             prompts = ((row.place, row.messages or row.prompt) for row in rows)
             has_tools = any(tools for *_, tools in source.examples)

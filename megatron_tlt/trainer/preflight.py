@@ -6,6 +6,7 @@ import logging
 import math
 import socket
 from collections.abc import Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ from megatron_tlt.models.hf.files import backend_problems, model_problems
 from megatron_tlt.models.hf.peft import peft_problems
 from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.base import correct_line
-from megatron_tlt.rewards.build import function_problems
+from megatron_tlt.rewards.build import answer_problems, function_problems
 from megatron_tlt.rewards.pool import trial_line
 from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
 from megatron_tlt.trainer.device_memory import handle_problems
@@ -108,7 +109,8 @@ def check_report(config: TrainingConfig, ranks: int | None, elsewhere: bool = Fa
     absent = [f"warning: not on this machine: {p.path} = {p.value}" for p in missing] + _not_compared(config, shape)
     device = resolve_device(config, None)
     judged = [] if rl is None else _judged(rl, prompt)
-    warnings = [f"warning: {t}" for t in [*input_warnings(config, device), *long, *_unseen_drafter(config, shape)]]
+    found = [*input_warnings(config, device, num_ranks), *long, *_unseen_drafter(config, shape)]
+    warnings = [f"warning: {text}" for text in found]
     if device is None:
         positions = None if model is None else model.max_position_embeddings
         on_cpu = find_problems(config, shape, num_ranks, "cpu", positions)
@@ -165,7 +167,7 @@ def check_on(config: TrainingConfig, world: World, found_before: Sequence[Config
         raise ConfigError(problems)
     mixed = mixed_processors(world.all_gather_object(processor(world.device)))
     if world.is_main:
-        for text in [*input_warnings(config, device), mixed, disk_warning(config)]:
+        for text in [*input_warnings(config, device, world.size), mixed, disk_warning(config)]:
             if text is not None:
                 _log.warning(text)
 
@@ -288,19 +290,18 @@ def without_training(config: Config, reads_prompts: bool) -> Config:
 
     `reads_prompts`: whether `data.train` is read.
     """
-    named = config.rollout.speculation.drafter_path is not None
+    trains = config.idle.train_drafter and config.rollout.speculation.drafter_path is None
     changes: dict[str, dict[str, object]] = {
         "model": {"megatron_path": None},
         "checkpoint": {"resume": "never"},
         "train": {"num_steps": 0},
         "data": {} if reads_prompts else {"train": UNREAD},
         "cluster": {"memory_gib": None, "host_memory_gib": math.inf},
-        # A drafter that is not named is made from the policy, as in a run that trains it.
-        "idle": {"train_drafter": config.idle.train_drafter and not named, "min_steps_per_window": 1},
+        # A drafter that is not named is made from the policy, as in a run that trains it. No call brings drafts.
+        "idle": {"train_drafter": trains, "min_steps_per_window": 1, "pre_rollout": False},
     }
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
-    actor = ActorSection(router_replay=config.actor.router_replay)  # which the engine reads
-    unused = {"actor": actor, "algorithm": AlgorithmSection(), "optimizer": OptimizerSection()}
+    unused = {"actor": ActorSection(), "algorithm": AlgorithmSection(), "optimizer": OptimizerSection()}
     return config.model_copy(update={**sections, **unused})
 
 
@@ -393,16 +394,14 @@ def input_problems(config: TrainingConfig, device: Device | None = None) -> list
     problems = _machine_problems(config, device)
     render, _ = prompt_renderer(config)
     if (rl := config.rl) is not None:
-        tools = prompt_tools(rl)
+        tools, compare = prompt_tools(rl), partial(answer_problems, rl.rewards)
         for name, source in rl.data.sources:
-            if source.is_here or (source.kind == "tasks" and source.tasks):
-                problems += source_problems(source, name, render, tools, rl.data.system_prompt)
+            if source.is_here or source.kind == "env" or (source.kind == "tasks" and source.tasks):
+                problems += source_problems(source, name, render, tools, rl.data.system_prompt, compare)
         if rl.env is not None and rl.env.is_named:
             problems += environment_problems(rl.env) or reward_problems(rl)
         problems += function_problems(rl.rewards)
-    if config.records is not None:
-        problems += _unreadable_records(config.records, render)
-    return problems
+    return problems if config.records is None else problems + _unreadable_records(config.records, render)
 
 
 def _unreadable_records(section: SftSection, render: Renderer | None) -> list[ConfigProblem]:

@@ -20,9 +20,13 @@ def check_env(config: Config) -> Problems:
     if not CAPABILITIES[backend].turns:
         able = " or ".join(repr(name) for name, can in CAPABILITIES.items() if can.turns)
         yield ConfigProblem("rollout.backend", backend, f"must be an engine with several turns, with env: {able}")
-    if section.max_turns > 1 and section.max_observation_tokens >= config.rollout.max_tokens:
-        allowed = f"must be < rollout.max_tokens ({config.rollout.max_tokens}), which counts observations too"
-        yield ConfigProblem("env.max_observation_tokens", section.max_observation_tokens, allowed)
+    limits = {"rollout": config.rollout.max_tokens}
+    if config.data.eval is not None and config.eval.max_tokens is not None:
+        limits["eval"] = config.eval.max_tokens
+    for name, limit in limits.items():
+        if section.max_turns > 1 and section.max_observation_tokens >= limit:
+            allowed = f"must be < {name}.max_tokens ({limit}), which counts observations too"
+            yield ConfigProblem("env.max_observation_tokens", section.max_observation_tokens, allowed)
     if section.max_turn_tokens is not None and section.max_turn_tokens > config.rollout.max_tokens:
         allowed = f"must be <= rollout.max_tokens ({config.rollout.max_tokens})"
         yield ConfigProblem("env.max_turn_tokens", section.max_turn_tokens, allowed)

@@ -248,7 +248,8 @@ def check_rewards(config: Config) -> Problems:
 def _check_task_reward(path: str, config: Config) -> Problems:
     for name, source in config.data.sources:
         if source.kind != "tasks":
-            allowed = f"needs {name}.kind: tasks (it is {source.kind!r}); use math, exact, format or python"
+            others = "env, format or python" if source.kind == "env" else "math, exact, format or python"
+            allowed = f"needs {name}.kind: tasks (it is {source.kind!r}); use {others}"
             yield ConfigProblem(f"{path}.name", "task", allowed)
 
 

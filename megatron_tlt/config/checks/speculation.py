@@ -6,9 +6,10 @@ from itertools import pairwise
 
 from megatron_tlt.config.checks.layout import Device
 from megatron_tlt.config.drafter_kinds import DRAFTERS, SETTINGS, TRAINED_ONLY
+from megatron_tlt.config.idle import IdleSection
 from megatron_tlt.config.model import ArchitectureConfig
 from megatron_tlt.config.root import Config
-from megatron_tlt.config.speculation import BanditSection, SpeculationSection
+from megatron_tlt.config.speculation import BanditSection, SpeculationSection, SuffixSection
 from megatron_tlt.errors import ConfigProblem, Problems
 from megatron_tlt.interfaces import CAPABILITIES
 
@@ -40,22 +41,50 @@ def _check_bandit(bandit: BanditSection) -> Problems:
 
 
 def unread_settings(section: SpeculationSection) -> list[str]:
-    """Warnings of settings of a trained drafter where there is none; suffix beside a `drafter_path` was a choice."""
-    if section.trained is not None:
+    """Warnings of settings of a trained drafter where there is none, and of another drafter or selector.
+
+    Suffix beside a `drafter_path` was a choice, and `none` beside settings of selectors turns drafts off.
+    """
+    at = "rollout.speculation"
+    found: list[str] = []
+    if section.trained is None:
+        given = {name: getattr(section, name) for name in TRAINED_ONLY}
+        if section.drafter == "suffix":
+            given.pop("drafter_path")
+        why = f"has no effect with {at}.drafter = {section.drafter}"
+        found += [f"{at}.{name} = {value} {why}" for name, value in given.items() if value is not None]
+    if section.drafter == "none":
+        return found
+    if section.selector != "beg_mab" and section.bandit != BanditSection():
+        found.append(f"{at}.bandit has no effect with {at}.selector = {section.selector}; beg_mab reads it")
+    if section.drafter != "suffix" and section.suffix != SuffixSection():
+        found.append(f"{at}.suffix has no effect with {at}.drafter = {section.drafter}")
+    return found
+
+
+def idle_warnings(config: Config, device: Device | None, num_ranks: int | None) -> list[str]:
+    """Warnings of settings of idle ranks that nothing reads. `num_ranks`: None if that is not known."""
+    if not config.trains:
         return []
-    at, given = "rollout.speculation", {name: getattr(section, name) for name in TRAINED_ONLY}
-    if section.drafter == "suffix":
-        given.pop("drafter_path")
-    why = f"has no effect with {at}.drafter = {section.drafter}"
-    return [f"{at}.{name} = {value} {why}" for name, value in given.items() if value is not None]
-
-
-def unread_steps_warning(config: Config) -> str | None:
-    """The warning of micro-steps of a drafter that is not trained; None without any."""
-    steps = config.idle.min_steps_per_window
-    if not steps or config.idle.train_drafter or not config.trains:
-        return None
-    return f"idle.min_steps_per_window = {steps} has no effect with idle.train_drafter = false"
+    idle, default = config.idle, IdleSection()
+    unread: dict[str, str] = {}
+    if not idle.train_drafter:
+        unread["min_steps_per_window"] = "idle.train_drafter = false"
+    if idle.pre_rollout is False:
+        unread["pre_rollout_mib"] = "idle.pre_rollout = false"
+    if not idle.train_drafter and idle.pre_rollout is False:
+        unread["min_tail_seconds"] = "idle.train_drafter = false and idle.pre_rollout = false"
+    given = {name: getattr(idle, name) for name in unread if getattr(idle, name) != getattr(default, name)}
+    found = [f"idle.{name} = {value} has no effect with {unread[name]}" for name, value in given.items()]
+    if num_ranks is None or num_ranks // config.rollout.tp != 1:
+        return found
+    alone = "has no effect with one rollout replica, which never waits"
+    if idle.train_drafter and _never_trains(config, num_ranks, device):
+        remedy = "idle.min_steps_per_window above 0 trains it, false gives the memory of its training to the KV cache"
+        found.append(f"idle.train_drafter = true {alone}: the drafter stays as it is; {remedy}")
+    if idle.pre_rollout is True:
+        found.append(f"idle.pre_rollout = true {alone}, but on evaluations, which verify the last one's responses")
+    return found
 
 
 def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int, device: Device | None) -> Problems:
@@ -68,7 +97,7 @@ def check_idle(config: Config, shape: ArchitectureConfig | None, num_ranks: int,
         kinds = " or ".join(map(repr, DRAFTERS))
         allowed = f"needs rollout.speculation.drafter {kinds}: {section.drafter!r} has nothing to train"
         yield ConfigProblem("idle.train_drafter", True, allowed)
-    elif _never_trains(config, num_ranks) and section.drafter_path is None:
+    elif _never_trains(config, num_ranks, device) and section.drafter_path is None:
         allowed = (
             "is required with one rollout replica: it has no idle time, so random weights would stay random (or "
             "idle.min_steps_per_window above 0, or rollout.speculation.drafter=suffix or none with "
@@ -112,6 +141,10 @@ def _check_kind(config: Config) -> Problems:
             yield ConfigProblem(f"{at}.{name}", value, allowed)
 
 
-def _never_trains(config: Config, num_ranks: int) -> bool:
-    """Whether there is no idle time (one replica) and no configured micro-step either."""
-    return num_ranks // config.rollout.tp == 1 and config.idle.min_steps_per_window == 0
+def _never_trains(config: Config, num_ranks: int, device: Device | None) -> bool:
+    """Whether there is no idle time (one replica), no configured micro-step, and no wait for environments in which the
+    memory of training is free either.
+    """
+    if num_ranks // config.rollout.tp != 1 or config.idle.min_steps_per_window:
+        return False
+    return config.env is None or config.rollout.releases_cache(device or "cpu")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from megatron_tlt.cli.drafter import _checked
-from megatron_tlt.cli.evaluate import _cut_warning, _end_cache, _what
+from megatron_tlt.cli.evaluate import _cut_warning, _end_cache, _eval_on, _what
+from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.load import load_config
 from tests.helpers.mpi import ROOT
 
@@ -38,6 +40,19 @@ def test_responses_that_were_cut_are_a_warning_where_they_are_many() -> None:
     assert "eval.max_tokens = 300, eval.top_p = 1.0, eval.top_k = 20," in _what(config, 4, 4)
     assert "23.0% of the responses reached eval.max_tokens = 300 and" in str(_cut_warning(config, 0.23))
     assert _cut_warning(config, 0.01) is None
+
+
+def test_an_evaluation_starts_an_engine_to_which_no_call_brings_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run the last evaluation's responses are, which cost it room."""
+    options = ["eval.num_prompts=2", "data.chat_template_date=2026-01-01"]
+    config, world = load_config(ROOT / "configs/quickstart.yaml", options), MagicMock(size=2, rank=0)
+    engine = MagicMock(side_effect=InterruptedError)
+    monkeypatch.setattr("megatron_tlt.trainer.preflight.check_on", lambda *_: None)
+    monkeypatch.setattr("megatron_tlt.trainer.setup.reward_pool", lambda *_: None)
+    monkeypatch.setattr("megatron_tlt.trainer.models.open_backend", engine)
+    with pytest.raises(InterruptedError):
+        _eval_on(config, world, None)
+    assert takes_drafts(config, 2) and not takes_drafts(engine.call_args.args[0], 2)
 
 
 @pytest.mark.parametrize(("failures", "keeps", "ends"), [(0, True, "clear"), (2, True, "close"), (2, False, "close")])

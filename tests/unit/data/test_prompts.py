@@ -204,7 +204,7 @@ def test_an_item_that_cannot_be_drawn_is_dropped(caplog: pytest.LogCaptureFixtur
     assert "task 'maze', item 9: the generator failed: RuntimeError" in caplog.text
     small = {"min_dist": 18, "max_dist": 18, "min_grid_size": 5, "max_grid_size": 6}
     never = PromptSourceConfig(tasks=(TaskConfig(name="maze", params=small),))
-    monkeypatch.setattr("megatron_tlt.data.tasks.first_drawn", lambda *given: None)  # which refuses it
+    monkeypatch.setattr("megatron_tlt.data.tasks.first_drawn", lambda *given: {"answer": None})  # which refuses it
     for read in (stream, lambda source: first_row(open_source(source, "data.train", 0))):
         with pytest.raises(DataError, match=r"item .*: the generator failed: RuntimeError"):
             read(never)

@@ -179,11 +179,35 @@ def test_a_drafter_that_nothing_reads_is_a_warning_of_check():
     assert "\n  drafter: none\n" in report and "warning: rollout.speculation.drafter_path = not/here has no" in report
 
 
+def test_a_drafter_that_one_replica_does_not_train_is_a_warning_of_check():
+    speculation = {"drafter": "eagle", "drafter_path": "not/here"}
+    config = make(rollout={"speculation": speculation}, idle={"train_drafter": True})
+    said = "\nwarning: idle.train_drafter = true has no effect with one rollout replica, which never waits: "
+    assert [said in check_report(config, ranks, elsewhere=True) for ranks in (1, 2)] == [True, False]
+
+
 def test_modules_to_recompute_that_nothing_reads_are_a_warning():
     for recompute, modules, is_named in (("none", ["mlp"], True), ("selective", ["mlp"], False), ("none", None, False)):
         actor = {"recompute": recompute, **({} if modules is None else {"recompute_modules": modules})}
         found = [text for text in input_warnings(make(actor=actor), "cpu") if "recompute" in text]
         assert len(found) == is_named and all("[mlp] has no effect with actor.recompute = none" in t for t in found)
+
+
+@pytest.mark.parametrize("name", ["math", "exact"])
+def test_a_reward_that_compares_needs_answers(name, tmp_path):
+    """No row has one: refused, for all responses would fail; some have one: a warning."""
+    rewards = {"functions": [{"name": "format", "pattern": "."}, {"name": name}]}
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
+    file, of_env = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}, {"kind": "env"}
+    judged, answered = {"name": "graph_color"}, {"name": "chain_sum"}
+    for source, env in ((file, None), (of_env, {"kind": "number_guess"}), ({"tasks": [judged]}, None)):
+        (problem,) = input_problems(make(data={"train": source}, env=env, rewards=rewards))
+        assert (problem.path, problem.value) == ("rewards.functions.1.name", name)
+        assert "the rows of data.train have none" in problem.allowed
+    mixed = {"train": {"tasks": [answered, judged]}}
+    assert not input_problems(make(data=mixed, rewards=rewards))
+    (found,) = [text for text in input_warnings(make(data=mixed, rewards=rewards), "cpu") if "to compare" in text]
+    assert found.startswith(f"data.train.tasks.1.name = graph_color: reward {name!r} has nothing to compare with")
 
 
 def test_an_environment_is_played_before_a_run():

@@ -12,6 +12,7 @@ import pytest
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.drafter import _read_part
 from megatron_tlt.config.checks.commands import check_base
+from megatron_tlt.config.checks.pre_rollouts import takes_drafts
 from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.load import build_config, load_config
 from megatron_tlt.config.root import Config, SftConfig
@@ -154,6 +155,7 @@ def test_hosts_with_different_records_are_refused(tmp_path, monkeypatch):
         *((ranks, [], None) for ranks in (1, 2, 6)),
         (2, ["optimizer.schedule=cosine", "optimizer.warmup_steps=99999"], None),
         (2, ["algorithm.name=distill"], None),
+        (2, ["actor.router_replay=rollout"], None),
         (2, ["rollout.samples_per_prompt=1", "rollout.temperature=0", "algorithm.overlong_buffer=99999"], None),
         (2, ["data.train={kind: jsonl, path: null, answer_pattern: '('}"], None),
         (6, ["rollout.tp=4"], "rollout.tp"),
@@ -193,6 +195,7 @@ def test_a_training_of_a_drafter_reads_no_rewards_and_prompts_only_to_generate()
         recipe = load_config(ROOT / "configs/recipes/grpo-qwen2.5-7b-1n8g.yaml", [*overrides, *more])
         read = _read_part(recipe, SimpleNamespace(action=action))
         assert not find_problems(read, None, 1, "cuda")
+        assert takes_drafts(recipe, 8) and not takes_drafts(read, 8)
         assert [named.field for named in names_of(read)] == [
             "model.path", *["data.train.path"] * generates, "data.eval.path",
         ]  # fmt: skip

@@ -31,6 +31,7 @@ BASE = {
 CARRY = "rollout.carry_over"
 GREEDY = ("eval.temperature=0", "eval.samples_per_prompt=2")
 DISTILL = ("algorithm.name=distill", "algorithm.teacher=t")
+EVALUATED = ("data.eval={tasks: [{name: chain_sum}]}", "eval.max_tokens=64")
 ALONE = ("rewards.functions=[]", "rollout.samples_per_prompt=1")
 
 
@@ -125,6 +126,7 @@ def test_a_good_configuration_has_no_problems():
     assert paths("optimizer.min_lr=1e-7", "optimizer.schedule=linear") == set()
     own = "rewards.functions=[{name: exact}]"
     assert paths("data.train.tasks=[{name: puzzle24}]", own) == set(), "only its own verifier is refused"
+    assert paths("env.kind=number_guess", "env.max_observation_tokens=64", EVALUATED[1]) == set(), "without evaluations"
     assert paths(*GREEDY) == paths("data.eval={tasks: [{name: chain_sum}]}", GREEDY[0]) == set()
 
 
@@ -211,6 +213,7 @@ def test_a_good_configuration_has_no_problems():
         (["env.path=a.py"], "env.path"),
         (["env.kind=number_guess", "rollout.backend=trtllm"], "rollout.backend"),
         (["env.kind=number_guess", "env.max_observation_tokens=256"], "env.max_observation_tokens"),
+        ([*EVALUATED, "env.kind=number_guess", "env.max_observation_tokens=64"], "env.max_observation_tokens"),
         (["env.kind=number_guess", "env.max_turn_tokens=257"], "env.max_turn_tokens"),
         ([f"{CARRY}=256"], CARRY),
         ([f"{CARRY}=64", "env.kind=number_guess"], CARRY),
@@ -231,6 +234,14 @@ def test_a_good_configuration_has_no_problems():
 def test_every_check_fires(overrides, path):
     ranks = 8 if "actor.tp=8" in overrides else 3 if "rollout.tp=3" in overrides else 4
     assert path in paths(*overrides, ranks=ranks)
+
+
+def test_a_reward_that_needs_tasks_names_those_that_can_be_in_its_place():
+    """The prompts of an environment have no answers."""
+    for kind, others in (("env", "env, format or python"), ("hf", "math, exact, format or python")):
+        config = build_config(BASE, [f"data.train.kind={kind}", "data.train.tasks=[]", "env.kind=number_guess"])
+        (found,) = [p for p in check_config(config, SHAPE, 4) if p.path == "rewards.functions.0.name"]
+        assert found.allowed.endswith(f"; use {others}")
 
 
 @pytest.mark.parametrize(
@@ -371,6 +382,9 @@ def test_training_in_idle_time_needs_a_drafter_that_can_be_trained():
     alone = [train, "rollout.speculation.drafter=eagle"]
     assert paths(*alone, ranks=1) == {"rollout.speculation.drafter_path"}  # no other rank: it would stay so
     assert paths(*alone, "rollout.speculation.drafter_path=d", ranks=1) == set()
+    turns = [*alone, "env.kind=calculator", "env.max_observation_tokens=16"]
+    assert paths(*turns, ranks=1) == set(), "it trains while all trajectories wait"
+    assert paths(*turns, "rollout.release_cache=true", ranks=1) == {"rollout.speculation.drafter_path"}
     assert paths(*alone, "drafter.online.fp8=te", device="cpu") == {"drafter.online.fp8"}
     assert paths(*alone, "drafter.online.buffer_mib=0.01") == {"drafter.online.buffer_mib"}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tlt.config.checks.speculation import check_idle, check_speculation, unread_settings, unread_steps_warning
+from megatron_tlt.config.checks.speculation import check_idle, check_speculation, idle_warnings, unread_settings
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 
@@ -37,6 +37,9 @@ def test_a_bandit_drafts_no_more_than_what_is_asked_for(draft_len, arms, is_refu
             ["layers", "block_size", "block_l"],
         ),
         (["drafter=eagle", "drafter_path=d", "draft_vocab_size=64"], []),
+        (["drafter=suffix", "bandit.arms=[2,0]", "suffix.history_mib=9"], ["bandit has no effect with"]),
+        (["drafter=eagle", "selector=beg_mab", "bandit.arms=[2,0]", "suffix.history_mib=9"], ["suffix has no effect"]),
+        (["bandit.arms=[2,0]", "suffix.history_mib=9"], []),
         ([], []),
     ],
 )
@@ -47,10 +50,44 @@ def test_settings_of_a_drafter_that_is_not_there_are_named(overrides, named):
     assert all(f"rollout.speculation.{name}" in text for name, text in zip(named, found, strict=True))
 
 
-def test_steps_of_a_training_that_is_not_there_are_named():
-    for given, is_named in ((["idle.train_drafter=true"], False), ([], True), (["idle.min_steps_per_window=0"], False)):
-        config = build_config({"model": {"path": "m"}}, ["idle.min_steps_per_window=3", *given])
-        assert (unread_steps_warning(config) is not None) == is_named
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["min_steps_per_window=3"], ["min_steps_per_window = 3"]),
+        (["min_steps_per_window=3", "train_drafter=true"], []),
+        (["pre_rollout_mib=9", "min_tail_seconds=1"], []),
+        (["pre_rollout=false", "pre_rollout_mib=9", "train_drafter=true", "min_tail_seconds=1"], ["pre_rollout_mib"]),
+        (["pre_rollout=false", "min_tail_seconds=1"], ["min_tail_seconds = 1"]),
+    ],
+)
+def test_settings_of_idle_ranks_that_nothing_reads_are_named(overrides, named):
+    found = idle_warnings(build_config({"model": {"path": "m"}}, [f"idle.{text}" for text in overrides]), "cpu", 2)
+    assert [text[: len(name) + 5] for text, name in zip(found, named, strict=True)] == [f"idle.{n}" for n in named]
+    evaluated = build_config({"model": {"path": "m"}}, [f"idle.{text}" for text in overrides])
+    evaluated = evaluated.model_copy(update={"train": evaluated.train.model_copy(update={"num_steps": 0})})
+    assert not idle_warnings(evaluated, "cpu", 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "named"),
+    [
+        ([], 1, ["train_drafter", "pre_rollout"]),
+        (["rollout.tp=2"], 2, ["train_drafter", "pre_rollout"]),
+        ([], 2, []),
+        ([], None, []),
+        (["idle.min_steps_per_window=1"], 1, ["pre_rollout"]),
+        (["env.kind=calculator"], 1, ["pre_rollout"]),  # it trains while all trajectories wait
+        (["env.kind=calculator", "rollout.release_cache=true"], 1, ["train_drafter", "pre_rollout"]),
+    ],
+)
+def test_what_one_replica_never_does_is_named(overrides, ranks, named):
+    """A configured drafter drafts all the same, so this is no problem."""
+    given = ["rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=d", "idle.train_drafter=true"]
+    config = build_config({"model": {"path": "m"}}, [*given, "idle.pre_rollout=true", *overrides])
+    found = idle_warnings(config, "cpu", ranks)
+    whole = [f"idle.{name} = true has no effect with one rollout replica, which never waits" for name in named]
+    assert [text[: len(start)] for text, start in zip(found, whole, strict=True)] == whole
+    assert not list(check_idle(config, None, ranks or 1, "cpu"))
 
 
 @pytest.mark.parametrize(("drafter", "refused"), [("eagle", 3), ("eagle3", 2), ("dspark", 0)])
