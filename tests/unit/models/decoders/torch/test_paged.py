@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.torch import attention
 from megatron_tlt.models.decoders.torch.attention import BlockPlan, RaggedPlan, StaticPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.kernels.attention import attend
@@ -98,6 +100,24 @@ def test_blocks_see_their_own_slots_and_what_is_cached(size, heads, kv_heads, d,
     paged = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), size, low, splits)
     got = paged.attend(q, keys, values, near, window)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("device", "kv_heads"), [("cuda", 6), ("cpu", 2)])
+def test_gathered_attention_on_cuda_has_keys_and_values_for_each_query_head(device, kv_heads, monkeypatch):
+    """No fused kernel takes grouped ones beside a mask there: all scores would be made."""
+    seen = []
+
+    def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+        seen.append((k.shape[1], v.shape[1]))
+        return q
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", attends)
+    with FakeTensorMode():
+        batch = rows_input([[3], [4]], [5, 5], [[0], [1]], device=device)
+        q, keys, values, own = (torch.empty(*n, 32, device=device) for n in ((2, 6), (64, 2), (64, 2), (2, 2, 2)))
+        StaticPlan(batch, 16, 1).attend(q, keys, values)
+        BlockPlan(batch.positions.view(2, 1), batch.positions, batch.block_tables, 16).attend(q, keys, values, own)
+    assert seen == [(kv_heads, kv_heads)] * 2
 
 
 # Heads and kv heads of Qwen2.5 0.5B (and of 7B over TP 2), 1.5B, 7B, and of 7B over TP 4.
