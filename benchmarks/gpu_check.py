@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.expected import expected  # noqa: E402
 from benchmarks.gpu.result import Result  # noqa: E402
 from benchmarks.lib.bench_record import write_record  # noqa: E402
+from megatron_tlt.workers.process import LAUNCHER  # noqa: E402
 
 # Seconds that a part takes on a GPU whose caches of compiled kernels are empty: estimates, for the order and for tests.
 # What tells most a second comes first. Parts behind the end of `--minutes` are cut, and keep the rows that they have.
@@ -78,7 +79,9 @@ def run_part(args: argparse.Namespace, part: str, work: Path, seconds: float) ->
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--parts", part, "--device", args.device]
     command += ["--recipe", str(args.recipe.resolve()), "--work", str(work), "--in-process", str(out)]
     command += ["--smoke"] if args.smoke else []
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TOKENIZERS_PARALLELISM": "false"}
+    # srun's PMI descriptor is closed in a part, whose MPI would abort at the variables that name it.
+    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    env |= {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "TOKENIZERS_PARALLELISM": "false"}
     if args.device == "cpu":
         env |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}  # triton reads it at its import
     started = time.monotonic()

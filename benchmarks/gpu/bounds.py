@@ -29,10 +29,8 @@ class Shape(Protocol):
 class Device:
     """Peak figures of a device."""
 
-    name: str
     bandwidth: float  # bytes a second
     flops: float  # dense operations a second in the type that is computed with
-    source: str  # "data sheet" or "measured"
 
 
 # Data sheets: memory bandwidth, dense bf16. By a part of the name that CUDA reports; the longer names first.
@@ -53,7 +51,7 @@ def data_sheet(name: str) -> Device | None:
     """The device of that name; None: not in the table."""
     for part, bandwidth, flops in DATA_SHEETS:
         if part in name:
-            return Device(name, bandwidth, flops, "data sheet")
+            return Device(bandwidth, flops)
     return None
 
 

@@ -110,7 +110,7 @@ class Check:
     def peaks(self) -> Device:
         """The device's data sheet; of a device that has none here, what a copy and a matrix product reach."""
         name = torch.cuda.get_device_name(self.device) if self.is_cuda else "CPU"
-        return data_sheet(name) or measured_peaks(self, name)
+        return data_sheet(name) or measured_peaks(self)
 
 
 def random_weights(
@@ -136,7 +136,7 @@ def copy_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tree))
 
 
-def measured_peaks(check: Check, name: str) -> Device:
+def measured_peaks(check: Check) -> Device:
     """Bytes a second of a copy (read and written) and operations a second of a square product of random matrices."""
     size, n = (1 << 30, 8192) if check.is_cuda else (4 << 20, 512)
     source = torch.ones(size, dtype=torch.uint8, device=check.device)
@@ -144,7 +144,7 @@ def measured_peaks(check: Check, name: str) -> Device:
     a, b = (torch.randn(n, n, device=check.device).to(check.dtype) for _ in range(2))
     copy = statistics.median(check.seconds(lambda: target.copy_(source)))
     product = statistics.median(check.seconds(lambda: a @ b))
-    return Device(name, 2 * size / copy, 2 * n**3 / product, "measured")
+    return Device(2 * size / copy, 2 * n**3 / product)
 
 
 def reason(error: BaseException) -> str:

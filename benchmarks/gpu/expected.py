@@ -1,7 +1,8 @@
 """What figures of the check are expected to be: estimates by arithmetic, from data sheets (docs/guides/gpu_check.md).
 
-Of Qwen2.5-7B on one H100, as shares of bounds where the figure allows it, so that they hold for other sizes, too. The
-first run on a GPU judges them: where it finds another figure, either the program or the estimate is wrong.
+Of Qwen2.5-7B on one H100, as shares of bounds where the figure allows it, so that they hold for other sizes, too; a
+decoding step of the default recipe's 0.5B is so short that its launches and Python are most of it. The first run on a
+GPU judges them: where it finds another figure, either the program or the estimate is wrong.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 EXPECTED: dict[str, dict[str, str]] = {
     "versions": {"copy_of_sheet": "0.85", "matmul_of_sheet": "0.75"},
     "kernels": {
-        "attention_of_bandwidth_1x8000": "0.5",
-        "attention_of_bandwidth_32x2000": "0.5",
+        "attention_of_bandwidth_1x8000": "0.2 to 0.4: two kernels of microseconds",
+        "attention_of_bandwidth_32x2000": "0.5 to 0.7",
         "attention_of_bandwidth_128x2000": "0.6 to 0.7",
     },
     "decode": {
-        "of_bandwidth_bound_1": "0.63 to 0.66",
-        "of_bandwidth_bound_128": "0.5 to 0.6",
+        "of_bandwidth_bound_1": "0.63 to 0.66; 0.5B: 0.2 to 0.35",
+        "of_bandwidth_bound_128": "0.5 to 0.6; 0.5B: 0.2 to 0.4",
         "host_ms_1": "0.2 to 0.7",
         "host_ms_128": "0.2 to 0.7",
     },

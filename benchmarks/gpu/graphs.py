@@ -1,7 +1,7 @@
 """Captured graphs of the recipe's policy: the same results as eager forwards, their cost, memory, and what they save.
 
 launches    kernels of one decoding forward outside a graph, and of them those of one layer (torch's profiler)
-graph / eager   milliseconds of a forward by sequences and rows of each
+graph / eager   milliseconds of a forward by sequences and rows of each; of a graph with the upload of its inputs
 error_after_release   of a replay after the cache's memory was given back and taken again
 mib         of all graphs with their buffers
 """

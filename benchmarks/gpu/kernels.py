@@ -26,12 +26,14 @@ from megatron_tlt.models.decoders.torch.attention import BlockPlan, RaggedPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.layers import PLAIN
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
+from megatron_tlt.rollout.graph_capture import CudaCapturer, EagerCapturer
 from megatron_tlt.rollout.sampler import Sampler, SamplingRows
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 6, 128  # Qwen2.5-1.5B's attention
 # Error over the largest value of the reference.
 FP32, BF16 = torch.float32, torch.bfloat16
 LIMITS = {FP32: 2e-5, BF16: 2e-2}
+GRAPH_BYTES = 2 << 30  # of keys and values that a timed graph reads: half a millisecond, beside one launch
 
 
 class Found(NamedTuple):
@@ -230,16 +232,27 @@ CASES: dict[str, Callable[[Check], Found]] = {
 
 
 def attention_speed(check: Check) -> dict[str, float]:
-    """Bytes of keys and values a second that attention of one layer reads, as a share of the device's bandwidth."""
+    """Bytes of keys and values a second that attention reads, as a share of the device's bandwidth: in one captured
+    graph over layers with more bytes than L2 holds, as a decoding step has them. A layer alone is launched for longer
+    than it runs.
+    """
     from megatron_tlt.models.decoders.torch.kernels.attention import attend
 
     summary, bandwidth = {}, check.peaks().bandwidth
     for sequences, context in ((1, 8000), (32, 2000), (128, 2000)) if check.is_cuda else ((2, 64),):
+        q, *first = _cache(check, sequences, 1, context, check.dtype)
+        read = 2 * sequences * context * KV_HEADS * HEAD_DIM * q.element_size()
+        layers = [[t.clone() for t in first] for _ in range(-(-GRAPH_BYTES // read) if check.is_cuda else 2)]
         batch = chains(sequences, 1, context, 1000, check.device)
-        q, keys, values = _cache(check, sequences, 1, context, check.dtype)
-        plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP))
-        taken = statistics.median(check.seconds(lambda q=q, k=keys, v=values, p=plan: p.attend(q, k, v)))
-        read = 2 * sequences * context * KV_HEADS * HEAD_DIM * keys.element_size()
+        plan = PagedPlan(attend, batch, BLOCK, (KV_HEADS, GROUP), rows_each=1)
+
+        def step(q: Tensor = q, plan: PagedPlan = plan, layers: list[list[Tensor]] = layers) -> None:
+            for keys, values in layers:
+                plan.attend(q, keys, values)
+
+        capturer = CudaCapturer(check.device) if check.is_cuda else EagerCapturer()
+        capturer.warm_up(step)
+        taken = statistics.median(check.seconds(capturer.capture(step).replay)) / len(layers)
         summary[f"attention_of_bandwidth_{sequences}x{context}"] = read / taken / bandwidth
     return summary
 

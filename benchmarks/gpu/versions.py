@@ -22,7 +22,7 @@ def run(check: Check, found: Result) -> None:
     """Versions, the GPU, and its two peaks."""
     found.note({"python": platform.python_version(), "torch": torch.__version__})
     found.note({name: installed(name) for name in PACKAGES})
-    peaks = measured_peaks(check, "CPU")
+    peaks = measured_peaks(check)
     if check.is_cuda:
         free, total = torch.cuda.mem_get_info(check.device)
         properties = torch.cuda.get_device_properties(check.device)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import megatron_tlt.actor.compat  # noqa: F401  (before megatron)
 from megatron_tlt.actor.elementwise import Rotate
+from megatron_tlt.models.decoders.torch.attention import heads_for
 
 # isort: split
 # megatron comes after compat.
@@ -96,10 +97,11 @@ class SDPACoreAttention(MegatronModule):
         """`forward` of rotated queries and keys."""
         runs = packing.runs
         sizes = [count * length for count, length in runs]
-        grouped = query.size(2) != key.size(2)
         outputs = []
         for run, *parts in zip(runs, *(t.squeeze(1).split(sizes) for t in (query, key, value)), strict=True):
             q, k, v = (part.unflatten(0, run).transpose(1, 2) for part in parts)  # [count, heads, length, d]
+            k, v = heads_for(q, k, v)
+            grouped = q.size(1) != k.size(1)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_tlt.actor.attention import PackedRows, SDPACoreAttention
+from megatron_tlt.models.decoders.torch.attention import heads_for
 
 # isort: split
 # megatron comes after compat.
@@ -65,10 +66,11 @@ class GatheredKeysAttention(SDPACoreAttention):
         outputs = []
         for i, end in enumerate(((rank + 1) * c, (2 * cp - rank) * c)):  # rows up to the chunk's last
             mask = _lower_right(packing, q, c, end)
-            before = k[:, :, :end], v[:, :, :end]
+            keys_of, values_of = heads_for(q[:, i], k[:, :, :end], v[:, :, :end])
+            grouped = q.shape[2] != keys_of.shape[1]
             outputs.append(
                 F.scaled_dot_product_attention(
-                    q[:, i], *before, attn_mask=mask, scale=self.scale, enable_gqa=q.shape[2] != k.shape[1]
+                    q[:, i], keys_of, values_of, attn_mask=mask, scale=self.scale, enable_gqa=grouped
                 )
             )
         return torch.stack(outputs, 1).transpose(2, 3).flatten(0, 2).flatten(1)

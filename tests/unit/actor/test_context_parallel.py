@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron_tlt.actor import context_parallel
+from megatron_tlt.actor.attention import PackedRows
+from megatron_tlt.actor.context_parallel import GatheredKeysAttention
 from megatron_tlt.actor.microbatch import MicroBatch, RowLayout, pack_micro_batches
 from tests.mpi.workers.actor_common import sequences, shortened
 
@@ -55,3 +60,21 @@ def test_transformer_engine_gets_whole_sequences_without_gaps():
         assert int(bounds[-1]) == 2 * len(batch.input_ids[0]) and packing.max_seqlen_q == int(bounds.diff().max())
     plain = pack_micro_batches(sequences(3), 200, RowLayout(CPU, "thd"))[0]
     assert plain.packing.cu_seqlens_q_padded is None and plain.own is None
+
+
+def test_a_chunk_asks_for_its_heads(monkeypatch):
+    """Where they are repeated, the outcome is the same."""
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    config, asked = SimpleNamespace(attention_dropout=0.0, kv_channels=8), []
+    layer = GatheredKeysAttention(config, pg_collection=SimpleNamespace(cp=group))
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(*shape, generator=generator) for shape in ((4, 6, 8), (8, 2, 16)))
+
+    def repeated(query: torch.Tensor, *heads: torch.Tensor) -> list[torch.Tensor]:
+        asked.append(query.shape[1])
+        return [t.repeat_interleave(3, 1) for t in heads]
+
+    want = layer._of_run((1, 8), query, keys, PackedRows())
+    monkeypatch.setattr(context_parallel, "heads_for", repeated)
+    torch.testing.assert_close(layer._of_run((1, 8), query, keys, PackedRows()), want)
+    assert asked == [6, 6]

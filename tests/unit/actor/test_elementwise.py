@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_tlt.actor import attention
 from megatron_tlt.actor.elementwise import RMSNormFunction
@@ -41,6 +43,27 @@ def test_bf16_heads_are_rotated_in_fp32(monkeypatch) -> None:
     exact = torch.cat([*(rotate(x[:, 0].double(), table) for x in heads[:2]), heads[2][:, 0]], 1)
     assert found.dtype is torch.bfloat16
     assert ((found[:, 0].double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "heads"), [("cuda", torch.float32, 4), ("cuda", torch.bfloat16, 2), ("cpu", torch.float32, 2)]
+)
+def test_fp32_on_cuda_has_keys_and_values_for_each_query_head(device, dtype, heads, monkeypatch) -> None:
+    """No fused kernel takes grouped ones there: all scores of a sequence would be made, and kept."""
+    seen = []
+
+    def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        seen.append((k.size(1), v.size(1), options["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attends)
+    layer = attention.SDPACoreAttention(
+        SimpleNamespace(attention_dropout=0.0, kv_channels=WIDTH), pg_collection=SimpleNamespace(cp=None)
+    )
+    with FakeTensorMode():
+        q, k, v = (torch.empty(6, 1, n, WIDTH, dtype=dtype, device=device) for n in (4, 2, 2))
+        layer.attend(q, k, v, attention.PackedRows(runs=((2, 3),)))
+    assert seen == [(heads, heads, heads == 2)]
 
 
 def test_norm_of_bf16_is_rounded_once() -> None:

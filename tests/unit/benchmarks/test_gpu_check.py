@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu import dspark, rl
+from benchmarks.gpu import decode, dspark, kernels, rl
+from benchmarks.gpu.bounds import Device
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.decode import open_engine
 from benchmarks.gpu.engines import cache_mib
@@ -26,6 +27,7 @@ from megatron_tlt.config.load import load_config
 from megatron_tlt.config.planning.parameters import GIB
 from megatron_tlt.config.rollout import KV_BLOCK
 from megatron_tlt.models.hf.config import ModelConfig
+from megatron_tlt.rollout.graph_pool import GraphPool
 from megatron_tlt.trainer.device_memory import with_device_memory
 from tests.helpers.mpi import ROOT, forking_python
 
@@ -69,6 +71,28 @@ def test_figures_of_a_batch_are_of_all_its_rows(tmp_path: Path):
     backend.engine.scheduler.blocks.allocate(4 * 128 // KV_BLOCK)
     with pytest.raises(RuntimeError, match="of 8 requests run"):
         dspark.measure(check, backend, 8, 60)
+
+
+def test_a_forward_is_timed_without_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or the pace of Python would be the forward's."""
+    check, run, filled = Check(torch.device("cpu"), True, gpu_check.RECIPE, tmp_path), GraphPool.run, []
+    backend = open_engine(check, check.random_policy(), 2, 64)
+    monkeypatch.setattr(GraphPool, "run", lambda pool, batch: filled.append(batch) or run(pool, batch))
+    stats = decode.pool_of(backend).graphs.stats
+    before = stats.replays
+    assert decode.forward_seconds(check, backend, 2, 32) > 0
+    assert len(filled) == 1 and stats.replays - before > 20
+
+
+def test_attention_is_timed_over_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One layer is launched for longer than it runs."""
+    check, seen = Check(torch.device("cpu"), True, gpu_check.RECIPE, tmp_path), set()
+    monkeypatch.setattr(kernels.PagedPlan, "attend", lambda plan, q, keys, values: seen.add(keys.data_ptr()))
+    monkeypatch.setattr(Check, "seconds", lambda check, call: [2.0 + bool(call())])
+    monkeypatch.setattr(Check, "peaks", lambda check: Device(1.0, 1.0))
+    of_layer = 2 * 2 * 64 * kernels.KV_HEADS * kernels.HEAD_DIM * 4
+    assert kernels.attention_speed(check) == {"attention_of_bandwidth_2x64": of_layer / (2.0 / len(seen))}
+    assert len(seen) == 2
 
 
 def test_the_recipe_s_runs_take_the_memory_that_the_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -119,6 +143,22 @@ def test_a_part_that_fails_is_named_behind_the_figures_of_the_others(
     record = json.loads(out.read_text())
     assert record["summary"]["failures"] == 1 and record["summary"]["versions/copy_gb_s"] > 0
     assert next(row for row in record["rows"] if "failure" in row)["part"] == "update"
+
+
+def test_a_part_has_no_variable_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """srun names a descriptor of PMI by them that a part does not have."""
+    started: list[dict[str, str]] = []
+
+    def start(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        started.append(env)
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(gpu_check, "subprocess", SimpleNamespace(Popen=start, STDOUT=0))
+    for name in ("PMI_FD", "PMI_RANK", "SLURM_STEP_ID", "PMIX_RANK", "MPI4PY_LIBMPI"):
+        monkeypatch.setenv(name, "3")
+    args = gpu_check.parse_arguments(["--device", "cpu", "--smoke"])
+    assert gpu_check.run_part(args, "versions", tmp_path, 1.0)["failures"] == []
+    assert [name for name in started[0] if name.startswith(("PMI", "SLURM_", "MPI"))] == ["MPI4PY_LIBMPI"]
 
 
 def imports(body: list[ast.stmt]) -> Iterator[str]:

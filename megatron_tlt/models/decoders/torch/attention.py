@@ -94,6 +94,7 @@ class StaticPlan:
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         query = q.view(len(self._slots), -1, *q.shape[1:]).transpose(1, 2)
         k, v = gather_heads(keys, self._slots), gather_heads(values, self._slots)
+        k, v = heads_for(query, k, v, is_masked=True)
         attended = scaled_dot_product_attention(query, k, v, attn_mask=self._mask, enable_gqa=True)
         return attended.transpose(1, 2).reshape(q.shape)
 
@@ -122,6 +123,7 @@ class BlockPlan:
         split, done = max(1, _GATHERED_BYTES // max(1, each)), []
         for query, k, v, at, seen in zip(*(t.split(split) for t in (*parts, self._slots, mask)), strict=True):
             near = torch.cat([gather_heads(keys, at), k], 2), torch.cat([gather_heads(values, at), v], 2)
+            near = heads_for(query, *near, is_masked=True)
             done.append(scaled_dot_product_attention(query, *near, attn_mask=seen, enable_gqa=True))
         return torch.cat(done).transpose(1, 2).reshape(q.shape)
 
@@ -135,3 +137,16 @@ def table_slots(tables: Tensor, length: int, block_size: int) -> Tensor:
 def gather_heads(cache: Tensor, slots: Tensor) -> Tensor:
     """Rows `slots` [S, K] of one layer's cache [slots, Hkv, D] -> [S, Hkv, K, D]."""
     return cache.index_select(0, slots.reshape(-1)).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)
+
+
+def heads_for(query: Tensor, key: Tensor, value: Tensor, is_masked: bool = False) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, Hkv, K, D] as `scaled_dot_product_attention` takes them beside `query` [S, Hq, Q, D]: as they
+    are, or on CUDA repeated for each query head, [S, Hq, K, D].
+
+    Of PyTorch's fused kernels on CUDA only flash attention takes grouped heads (2.13), in half precision and without a
+    mask; the others refuse, and all scores [S, Hq, Q, K] would be made at once.
+    """
+    group = query.shape[1] // key.shape[1]
+    if group == 1 or not query.is_cuda or (query.dtype.itemsize == 2 and not is_masked):
+        return key, value
+    return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

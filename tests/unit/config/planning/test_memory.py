@@ -16,6 +16,7 @@ from megatron_tlt.config.planning.parameters import (
     kv_bytes_per_token,
     total_parameters,
 )
+from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
 from megatron_tlt.models.decoders.torch import paged
@@ -82,6 +83,16 @@ def test_an_update_is_as_long_as_a_response_of_training():
     assert activation_bytes(long, shape, dims, 0, "cuda") == activation_bytes(short, shape, dims, 0, "cuda")
     assert render_check(long, shape, 2).splitlines()[-4:] == render_check(short, shape, 2).splitlines()[-4:]
     assert long.longest_sequence == short.longest_sequence - 1024 + 30720
+
+
+def test_fp32_on_cuda_keeps_keys_and_values_for_each_query_head():
+    """Qwen2.5-7B, 28 heads of 128 in 28 layers: of a rank's rows, and of both ranks' 1.5 times."""
+    for cp, times in ((1, 1), (2, 3)):
+        plain = (f"actor.cp={cp}", "actor.layer_spec=local", "actor.recompute=none", "actor.micro_batch_tokens=8192")
+        configs = [config_of(*plain, f"actor.dtype={dtype}") for dtype in ("bf16", "fp32")]
+        dims, shape = Dims.fit(cp, 1, 1, cp), shape_of("qwen2.5-7b")
+        half, whole = (activation_bytes(config, shape, dims, 0, "cuda") for config in configs)
+        assert whole - 2 * half == 28 * micro_batch_tokens(configs[0]) * 4 * 2 * times * 28 * 128
 
 
 def test_adapters_alone_have_gradients_and_optimizer_state():

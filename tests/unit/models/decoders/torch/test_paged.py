@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.inputs import DecoderInput
+from megatron_tlt.models.decoders.torch import attention
 from megatron_tlt.models.decoders.torch.attention import BlockPlan, RaggedPlan, StaticPlan
 from megatron_tlt.models.decoders.torch.decoder import TorchDecoder
 from megatron_tlt.models.decoders.torch.kernels.attention import attend
@@ -98,6 +100,44 @@ def test_blocks_see_their_own_slots_and_what_is_cached(size, heads, kv_heads, d,
     paged = PagedPlan(attend, batch, 16, (kv_heads, heads // kv_heads), size, low, splits)
     got = paged.attend(q, keys, values, near, window)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_masked", "kv_heads"),
+    [
+        ("cuda", torch.float32, False, 6),
+        ("cuda", torch.bfloat16, True, 6),
+        ("cuda", torch.bfloat16, False, 2),
+        ("cpu", torch.float32, True, 2),
+    ],
+)
+def test_keys_are_repeated_where_no_fused_kernel_takes_grouped_ones(device, dtype, is_masked, kv_heads):
+    """All scores would be made there."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, n, 9, 32, dtype=dtype, device=device) for n in (6, 2, 2))
+        assert [t.shape for t in attention.heads_for(q, k, v, is_masked)] == [(2, kv_heads, 9, 32)] * 2
+
+
+def test_gathered_attention_asks_for_its_heads_and_has_a_mask(monkeypatch):
+    """Repeated ones give the same."""
+    batch = ragged([(33, 5), (70, 5)])
+    batch.slot_mapping = torch.arange(10, device=DEVICE)
+    q, keys, values = cache_and_queries(10, 6, 2, 32, 64 * 16)
+    own = torch.stack([keys[:10], values[:10]])
+    places, low = batch.positions.view(2, 5), torch.zeros(2, device=DEVICE)
+
+    def attended() -> list[torch.Tensor]:
+        blocks = BlockPlan(places, low, batch.block_tables, 16)
+        return [StaticPlan(batch, 16, 5).attend(q, keys, values), blocks.attend(q, keys, values, own)]
+
+    def repeated(query: torch.Tensor, *heads: torch.Tensor, is_masked: bool) -> list[torch.Tensor]:
+        asked.append(is_masked)
+        return [t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in heads]
+
+    want, asked = attended(), []
+    monkeypatch.setattr(attention, "heads_for", repeated)
+    torch.testing.assert_close(attended(), want)
+    assert asked == [True, True]
 
 
 # Heads and kv heads of Qwen2.5 0.5B (and of 7B over TP 2), 1.5B, 7B, and of 7B over TP 4.
