@@ -103,5 +103,5 @@ def test_sigterm_leaves_nothing_unfinished(tmp_path):
     assert process.stdout is not None and process.stdout.readline() == "WRITES\n"
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "megatron-tlt: ended by SIGTERM\n")
+    assert (process.returncode, said) == (143, "megatron-tlt: ended by SIGTERM\n")
     assert list(tmp_path.iterdir()) == []
