@@ -98,19 +98,24 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         world.leave_refused(code)
         return code
     except KeyboardInterrupt as error:
-        if not world.is_main:
-            time.sleep(_SAID_S)  # rank 0 ends all once it has removed what is unfinished
+        _leave_to_first(world)  # once it has removed what is unfinished
         world.abort(*report_interrupt(world.is_main, error))
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
-        if isinstance(error, SharedError) and not world.is_main:
-            time.sleep(_SAID_S)  # rank 0 finds the same, says it and ends all
+        if isinstance(error, SharedError):
+            _leave_to_first(world)  # it finds the same, and says it
         print(text, file=sys.stderr, flush=True)
         note_exit(FAILED)
         others = [rank for rank in range(world.size) if rank != world.rank]
         world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)
     return OK
+
+
+def _leave_to_first(world: World) -> None:
+    """Gives rank 0 the time to end all ranks."""
+    if not world.is_main:
+        time.sleep(_SAID_S)
 
 
 def run_job(job: Job) -> int:
