@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 from inspection import Difference, Opened, weights_digest
@@ -20,6 +17,8 @@ from megatron_tlt.checkpoint.convert.hf_dir import dtype_name
 from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED
+from megatron_tlt.cli.ranks import report_interrupt, run_on_every_rank, sigterm_as_ctrl_c
+from megatron_tlt.config.run import DistributedSection
 from megatron_tlt.distributed.launch import detect_launch
 from megatron_tlt.distributed.together import Ranks, SingleProcess, together
 from megatron_tlt.errors import ConfigError, TltError, printable, shortened
@@ -31,24 +30,18 @@ Todo = TypeVar("Todo")
 def run(name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int]) -> int:
     """Runs `plan`, then `act` with what it returned, on this rank; exit status 0, 1 (failed) or 2 (bad input).
 
-    An error of `plan`, on any rank, is bad input; one of `act` is so only if it is a ConfigError. MPI
-    is started only where a launcher started several ranks. SIGTERM ends like Ctrl-C: unfinished output is removed.
+    An error of `plan`, on any rank, is bad input; one of `act` is so only if it is a ConfigError. MPI is started only
+    where a launcher started several ranks. SIGTERM, with 143, ends like Ctrl-C, with 130: unfinished output is removed.
     """
-    signal.signal(signal.SIGTERM, _leave)
-    if detect_launch().size in (1, None):
-        return _guarded(name, plan, act, SingleProcess())
-    from megatron_tlt.config.run import DistributedSection
-    from megatron_tlt.distributed.world import World
-
-    world = World.start(DistributedSection(device="cpu"))
+    sigterm_as_ctrl_c()
+    launch = detect_launch()
     try:
-        status = _guarded(name, plan, act, world)
-    except BaseException:  # the other ranks would wait forever for one that died
-        traceback.print_exc()
-        world.abort(FAILED)
-        raise
-    world.close()
-    return status
+        if launch.size in (1, None):
+            return _guarded(name, plan, act, SingleProcess())
+        host = DistributedSection(device="cpu")
+        return run_on_every_rank(host, None, lambda world: _guarded(name, plan, act, world))
+    except KeyboardInterrupt as error:
+        return report_interrupt(launch.rank in (0, None), error)[0]
 
 
 def _guarded(name: str, plan: Callable[[Ranks], Todo], act: Callable[[Todo, Ranks], int], ranks: Ranks) -> int:
@@ -82,10 +75,6 @@ def print_warnings(texts: Iterable[str]) -> None:
     """Prints what is left out of the input, or cannot be compared."""
     for text in texts:
         print(printable(f"warning: {text}"))
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def report(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -79,7 +78,7 @@ class EngineProcess:
         self._keeps_log = False
         self.responses: list[Message] = []  # came while a reply was waited for
         self._received = bytearray()
-        self._silent_s = 0.0  # of `next_response` with `wait_s`, since the last bytes
+        self._silent_s = 0.0  # of waits, since the last bytes or request
         self._calls = 0
         self.engine_version = ""
         self._socket: socket.socket | None = None
@@ -101,7 +100,6 @@ class EngineProcess:
             while time.monotonic() < deadline:
                 with suppress(TimeoutError):
                     connection, _ = listener.accept()
-                    connection.settimeout(_TICK_S)
                     return connection
                 self._check_alive("before its hello")
         raise self.failure(f"sent no hello within {START_S:g} s")
@@ -175,9 +173,6 @@ class EngineProcess:
             raise self.failure(f"took no message for {SILENCE_S:g} s") from error
         except OSError as error:
             raise self.failure(self._exit_text("hung up")) from error
-        finally:
-            if self._socket is not None:
-                self._socket.settimeout(_TICK_S)
 
     def call(self, kind: str, *, patience: float | None = None, **fields: Any) -> Message:
         """Sends a request and waits for its reply; responses that come meanwhile are kept in `responses`.
@@ -190,6 +185,7 @@ class EngineProcess:
         self._calls += 1
         number = self._calls
         self.send({"type": kind, "call": number, **fields})
+        self._silent_s = 0.0
         while True:
             message = self._next(patience)
             if message["type"] == "beat":
@@ -215,11 +211,11 @@ class EngineProcess:
 
     def next_response(self, wait_s: float | None = None) -> Message | None:
         """The next response, or a heartbeat between responses; None: nothing has come within `wait_s`. Raises
-        BackendError, also where calls that wait have heard nothing for `SILENCE_S`, all together.
+        BackendError.
         """
         if self.responses:
             return self.responses.pop(0)
-        if wait_s is not None and b"\n" not in self._received and not self._comes(wait_s):
+        if wait_s is not None and b"\n" not in self._received and not self._read_more(wait_s):
             return None
         message = self._next()
         if message["type"] not in ("response", "beat"):
@@ -227,34 +223,13 @@ class EngineProcess:
         return message
 
     def _next(self, patience: float | None = None) -> Message:
-        """The next message. Silence counts from now at the earliest."""
+        """The next message."""
         assert self.pid
-        limit = patience or SILENCE_S
-        deadline = time.monotonic() + limit
-        while True:
-            end = self._received.find(b"\n")
-            if end >= 0:
-                line = bytes(self._received[:end])
-                del self._received[: end + 1]
-                return self._message(line)
-            if self._read_more():
-                deadline = time.monotonic() + limit
-            elif time.monotonic() > deadline:
-                raise self.failure(f"sent no heartbeat for {limit:g} s")
-
-    def _comes(self, wait_s: float) -> bool:
-        """Whether the child sends anything, or its end, within `wait_s`."""
-        assert self.pid and self._socket is not None
-        started = time.monotonic()
-        poll = select.poll()  # `select.select` takes no descriptor above 1,023, which ranks of large jobs have
-        poll.register(self._socket, select.POLLIN)
-        if poll.poll(1000 * wait_s):  # also a socket that was closed there
-            return True
-        self._check_alive("without a message")
-        self._silent_s += time.monotonic() - started
-        if self._silent_s > SILENCE_S:
-            raise self.failure(f"sent no heartbeat for {SILENCE_S:g} s")
-        return False
+        while (end := self._received.find(b"\n")) < 0:
+            self._read_more(_TICK_S, patience)
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        return self._message(line)
 
     def _message(self, line: bytes) -> Message:
         try:
@@ -262,13 +237,20 @@ class EngineProcess:
         except WireError as error:
             raise self.failure(f"sent no valid message: {error}") from error
 
-    def _read_more(self) -> bool:
-        """Whether bytes came within a tick."""
-        assert self._socket is not None
+    def _read_more(self, wait_s: float, patience: float | None = None) -> bool:
+        """Whether bytes came within `wait_s`. Raises BackendError, also where waits have heard nothing for `patience`
+        seconds (None: `SILENCE_S`), all together.
+        """
+        assert self.pid and self._socket is not None
+        self._socket.settimeout(wait_s)
         try:
             data = self._socket.recv(1 << 20)
         except TimeoutError:
             self._check_alive("without a message")
+            self._silent_s += wait_s
+            limit = patience or SILENCE_S
+            if self._silent_s > limit:
+                raise self.failure(f"sent no heartbeat for {limit:g} s") from None
             return False
         except OSError as error:
             raise self.failure(self._exit_text("hung up")) from error

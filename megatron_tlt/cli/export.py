@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.cli.options import add_config, read_config
-from megatron_tlt.cli.ranks import run_on_every_rank
+from megatron_tlt.cli.ranks import run_on_every_rank, sigterm_as_ctrl_c
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem
 
 _log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     import argparse
-    from types import FrameType
 
     from megatron_tlt.config.root import Config
     from megatron_tlt.distributed.world import World
@@ -41,17 +39,12 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_tlt.config.root import Config
     from megatron_tlt.data.hub import on_this_machine
 
-    signal.signal(signal.SIGTERM, _leave)
+    sigterm_as_ctrl_c()
     config = read_config(args, Config)
     host = config.distributed.model_copy(update={"device": "cpu"})  # nothing is built, on no device
     return run_on_every_rank(
         host, None, lambda world: _export_on(on_this_machine(config, world, weights=False), world, args)
     )
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends like Ctrl-C: what is unfinished is removed."""
-    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:

@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return FAILED
     except KeyboardInterrupt as error:
-        report_interrupt(detect_launch().rank in (0, None), error)
-        os._exit(INTERRUPTED)  # an interpreter that is torn down within an import of torch may crash
+        code, _ = report_interrupt(detect_launch().rank in (0, None), error)
+        os._exit(code)  # an interpreter that is torn down within an import of torch may crash
     except Exception as error:  # noqa: BLE001  whatever it is, the other ranks would wait for this one for ever
         code = BAD_INPUT if isinstance(error, ConfigError | DataError) else FAILED
         report = partial(_report, error, code)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, OK, SAVED
+from megatron_tlt.cli.exit_codes import BAD_INPUT, FAILED, OK, SAVED
 from megatron_tlt.errors import (
     ConfigError,
     DataError,
@@ -24,6 +25,8 @@ from megatron_tlt.observe.attempt import note_exit
 from megatron_tlt.workers.scratch import sweep_scratch
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from megatron_tlt.config.run import DistributedSection
     from megatron_tlt.distributed.world import World
     from megatron_tlt.interfaces import RankOutcome
@@ -40,7 +43,7 @@ _VENDOR_NOISE = (
     ".torch.distributed.*is deprecated",
 )
 
-_SAID_S = 5.0  # for rank 0 to print before another rank ends it
+_SAID_S = 5.0  # for rank 0 to print, or to remove what is unfinished, before another rank ends it
 
 _OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EMFILE,
@@ -95,17 +98,24 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         world.leave_refused(code)
         return code
     except KeyboardInterrupt as error:
-        world.abort(INTERRUPTED, report_interrupt(world.is_main, error))
+        _leave_to_first(world)  # once it has removed what is unfinished
+        world.abort(*report_interrupt(world.is_main, error))
     except BaseException as error:  # noqa: BLE001  one rank's error must end all ranks, whatever it is
         behind = world.ranks_behind() if is_timeout(error) else None
         text = failure_text(world, error, behind)
-        if isinstance(error, SharedError) and not world.is_main:
-            time.sleep(_SAID_S)  # rank 0 finds the same, says it and ends all
+        if isinstance(error, SharedError):
+            _leave_to_first(world)  # it finds the same, and says it
         print(text, file=sys.stderr, flush=True)
         note_exit(FAILED)
         others = [rank for rank in range(world.size) if rank != world.rank]
         world.abort(FAILED, text.splitlines()[0], () if behind is None else list(behind) or others)
     return OK
+
+
+def _leave_to_first(world: World) -> None:
+    """Gives rank 0 the time to end all ranks."""
+    if not world.is_main:
+        time.sleep(_SAID_S)
 
 
 def run_job(job: Job) -> int:
@@ -115,15 +125,26 @@ def run_job(job: Job) -> int:
     return SAVED if stopped else OK
 
 
-def report_interrupt(is_first: bool, error: KeyboardInterrupt) -> str:
+def sigterm_as_ctrl_c() -> None:
+    """From now on SIGTERM ends this process as Ctrl-C does: what is unfinished is removed. The main thread only."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # Slurm sends it twice, and the second one would cut the removal short
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def report_interrupt(is_first: bool, error: KeyboardInterrupt) -> tuple[int, str]:
     """Says, on the first rank, that Ctrl-C, or the signal that `error` names, ends a command that has nothing to save,
-    and notes the exit code. Returns what it says.
+    and notes the exit code. Returns that code, 130 or 143, and what it says.
     """
-    text = f"ended by {str(error) or 'Ctrl-C'}"
+    name = str(error)
+    code, text = 128 + signal.Signals[name or "SIGINT"], f"ended by {name or 'Ctrl-C'}"
     if is_first:
         print(f"megatron-tlt: {text}", file=sys.stderr, flush=True)
-    note_exit(INTERRUPTED)
-    return text
+    note_exit(code)
+    return code, text
 
 
 def print_problems(error: ConfigError | DataError | RewardError) -> None:

@@ -32,11 +32,17 @@ def write_atomically(path: Path, lines: Iterable[str]) -> None:
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_file(path) as scratch, scratch.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """A scratch file beside `path`, synced and renamed to it when the block ends well, else removed. Raises OSError."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with naming(path):
-            with scratch.open("w", encoding="utf-8") as file:
-                file.writelines(line + "\n" for line in lines)
+            yield scratch
             sync(scratch)
         os.replace(scratch, path)
     finally:

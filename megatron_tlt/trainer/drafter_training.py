@@ -11,7 +11,6 @@ never stopped: hidden states of cached responses come from a prefill, which comp
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from megatron_tlt.drafters.state_file import drafter_state_writer, load_drafter_
 from megatron_tlt.drafters.training.pretrain import DrafterPretraining, held_out_params
 from megatron_tlt.errors import CheckpointError, ConfigError, DataError, no_such_file
 from megatron_tlt.models.hf.config import ModelConfig
-from megatron_tlt.observe.files import sync
+from megatron_tlt.observe.files import replaced_file
 from megatron_tlt.observe.progress import build_progress
 from megatron_tlt.resilience.run_lock import lock_run_dir
 from megatron_tlt.resilience.shutdown import GracefulShutdown
@@ -165,11 +164,9 @@ class DrafterJob(Job):
         if not (self.world.is_main and (state := self.state_dict())):
             return
         file = self.state_dir / _STATE
-        scratch = file.with_name(f".{_STATE}")
         try:
-            drafter_state_writer({**state, "settings": self._settings})(scratch)
-            sync(scratch)
-            os.replace(scratch, file)
+            with replaced_file(file) as scratch:
+                drafter_state_writer({**state, "settings": self._settings})(scratch)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be written: {error}") from error
 

@@ -37,24 +37,16 @@ class WorkerProcess(context.SpawnProcess):
     """A fresh interpreter without the rank's main module, which multiprocessing would import and which starts MPI."""
 
     def start(self) -> None:
-        """Starts the process; signals to the rank are blocked until `set_up` handles them.
-
-        Hashes of texts, and with them the order of a set, are the same in each worker, and after a restart: seed 0
-        unless PYTHONHASHSEED says another.
-        """
+        """Starts the process; signals to the rank are blocked until `set_up` handles them."""
         resource_tracker.ensure_running()  # not below: its start unblocks SIGTERM and SIGINT
         with _main_module:
             main = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")
-            seed = os.environ.get("PYTHONHASHSEED")
-            os.environ["PYTHONHASHSEED"] = seed or "0"  # an interpreter reads it at its start alone
             try:
                 with signals_blocked():
                     super().start()
             finally:
                 sys.modules["__main__"] = main
-                if seed is None:
-                    del os.environ["PYTHONHASHSEED"]
 
     def kill_group(self) -> None:
         """Kills the process and those below it, also in sessions of their own. Does nothing to one that has ended."""

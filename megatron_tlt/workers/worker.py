@@ -23,7 +23,7 @@ class WorkerError(TltError):
 
 
 class WorkerStartError(WorkerError):
-    """It cannot load the user's code, or it has been closed."""
+    """It cannot be started, or cannot load the user's code, or has been closed."""
 
 
 class WorkerLateError(WorkerError):
@@ -64,8 +64,13 @@ class Worker:
     ):
         """`make_host` is called in the process, whose memory is limited to `memory_mib`: a function of a module that
         imports no numpy. `code`: what this process has loaded of the user's (`loaded_code`), without which a process
-        does not begin. `timeout_s`: of one call of it; `cpus`: see `set_up`.
+        does not begin. `timeout_s`: of one call of it; `cpus`: see `set_up`. Sets PYTHONHASHSEED in this process's
+        environment where it is not: hashes of texts, and with them the order of a set, are the same in each worker, and
+        after a restart.
         """
+        # For good, and before the thread: while that starts a process, another one may be reading the environment.
+        if not os.environ.get("PYTHONHASHSEED"):
+            os.environ["PYTHONHASHSEED"] = "0"
         self._given, self._timeout_s = (make_host, code, memory_mib, os.getpid(), cpus), timeout_s
         self._thread = ThreadPoolExecutor(1, "worker")
         self._process: WorkerProcess | None = None
@@ -89,9 +94,14 @@ class Worker:
             return
         self._kill()
         self.starts += 1
-        self._pipe, theirs = get_context("spawn").Pipe()
-        self._process = WorkerProcess(target=serve, args=(theirs, *self._given), daemon=True)
-        self._process.start()
+        try:
+            pipe, theirs = get_context("spawn").Pipe()
+            process = WorkerProcess(target=serve, args=(theirs, *self._given), daemon=True)
+            process.start()
+        except OSError as error:  # of processes, files or memory, of which the next start may find enough
+            self.has_failed = True
+            raise WorkerStartError(f"a worker did not start: {error}") from error
+        self._process, self._pipe = process, pipe
         theirs.close()  # or its death would not end the pipe
         if self._is_closed:  # `close` found no process to kill
             self._kill()

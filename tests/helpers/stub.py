@@ -73,7 +73,7 @@ def main() -> None:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
-    if code in (2, 75, 130):  # of all ranks: a refusal, and a run that a signal or Ctrl-C ended
+    if code in (2, 75):  # of all ranks: a refusal, and a run that a signal ended
         leave_together(os.path.dirname(sys.argv[1]))
     os._exit(code)
 

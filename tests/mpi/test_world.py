@@ -97,12 +97,17 @@ def test_a_host_name_that_does_not_resolve_is_named_with_a_remedy():
 
 
 INTERRUPTED = """
-import sys
+import sys, time
 from megatron_tlt.cli.ranks import run_on_every_rank
 from megatron_tlt.config.run import DistributedSection
 def body(world):
-    world.barrier()
-    raise KeyboardInterrupt
+    try:
+        world.barrier()
+        raise KeyboardInterrupt
+    finally:
+        if world.is_main:
+            time.sleep(1)
+            print("removed what was unfinished", flush=True)
 sys.exit(run_on_every_rank(DistributedSection(device="cpu"), 1, body))
 """
 
@@ -111,6 +116,7 @@ def test_ctrl_c_of_a_command_with_nothing_to_save_is_one_line_and_no_failure():
     done = run_ranks(2, ["-c", INTERRUPTED], check=False, timeout=60)
     assert done.returncode in (130, 9) and "Traceback" not in done.stdout and "failed" not in done.stdout
     assert done.stdout.count("megatron-tlt: ended by Ctrl-C") == 1
+    assert "removed what was unfinished" in done.stdout, "before another rank ends it"
 
 
 SHARED = """

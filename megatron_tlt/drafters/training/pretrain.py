@@ -111,7 +111,6 @@ class DrafterPretraining:
         tokens = {prompt.prompt_id: prompt.token_ids for prompt in mine}
         others = [s for s in made if (s.prompt_id, s.sample_index) not in found]
         read = self._read([Trajectory.of(tokens[s.prompt_id], s) for s in others], params.seed)
-        self._world.wait_for_all()  # shares of prompts are not shares of tokens
         return _sequences([*found.values(), *read])
 
     def read(self, responses: Sequence[Trajectory]) -> list[DraftSequence]:
@@ -124,7 +123,7 @@ class DrafterPretraining:
         return list(everything[rollout_replica(self._world.rank, tp) :: self._world.size // tp])
 
     def _read(self, responses: Sequence[Trajectory], seed: int) -> list[HiddenStateSample]:
-        """The hidden states of those of at least two tokens."""
+        """The hidden states of those of at least two tokens. Collective over all ranks."""
         wanted = [r for r in responses if r.length - r.response_start > 1]
         found: list[HiddenStateSample] = []
         with closing(build_progress("auto", 0, self._world.rank)) as progress:
@@ -136,6 +135,7 @@ class DrafterPretraining:
             if wanted:
                 progress.work("drafter: prefilled responses of this rank", 0, len(wanted))
                 self._backend.read_responses(wanted, seed, keep)
+        self._world.wait_for_all()  # shares of prompts are not shares of tokens
         return found
 
     # -- training -------------------------------------------------------------------------------------------
@@ -256,6 +256,7 @@ class DrafterPretraining:
                 window=section.max_sequence_tokens,
                 on_progress=None if progress is None else partial(progress.work, "drafter: measured batches"),
             )
+        self._world.wait_for_all()  # as above, and of an engine one rank measures
         for part in self._world.all_gather_object(result):
             total = total + part
         return total

@@ -83,7 +83,7 @@ def test_adapters_are_replaced_as_the_refusal_says(tmp_path, monkeypatch, capsys
 
 
 WRITES = """
-import sys, time
+import os, shutil, signal, sys, time
 from pathlib import Path
 from megatron_tlt.checkpoint.atomic import atomic_directory
 from megatron_tlt.cli import export
@@ -92,7 +92,10 @@ def write(section, threads, start):
     with atomic_directory(Path(sys.argv[1]), "export"):
         print("WRITES", flush=True)
         time.sleep(60)
-export.run_on_every_rank = write
+def remove(directory, whole=shutil.rmtree, **how):
+    os.kill(os.getpid(), signal.SIGTERM)  # Slurm sends it twice
+    whole(directory, **how)
+export.run_on_every_rank, shutil.rmtree = write, remove
 sys.exit(main(["export", "configs/quickstart.yaml", "--out", sys.argv[1]]))
 """
 
@@ -103,5 +106,5 @@ def test_sigterm_leaves_nothing_unfinished(tmp_path):
     assert process.stdout is not None and process.stdout.readline() == "WRITES\n"
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "megatron-tlt: ended by SIGTERM\n")
+    assert (process.returncode, said) == (143, "megatron-tlt: ended by SIGTERM\n")
     assert list(tmp_path.iterdir()) == []

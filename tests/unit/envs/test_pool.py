@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -225,6 +226,21 @@ def test_an_opening_is_asked_for_twice_and_what_fails_to_close_is_logged_once_a_
     assert (without_place(caplog.messages[0]), len(caplog.messages), starts) == (
         "close() of 3 environments failed; one of them: RuntimeError: it is stuck", 1, 2
     )  # fmt: skip
+
+
+def test_a_worker_that_cannot_be_forked_once_runs_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = WorkerProcess.start, [OSError(errno.EAGAIN, "no processes are left")]
+
+    def start_in_the_end(process: WorkerProcess) -> None:
+        if left:
+            raise left.pop()
+        start(process)
+
+    monkeypatch.setattr(WorkerProcess, "start", start_in_the_end)
+    with trajectories() as (pool, turns):
+        failure = f"a worker did not start: [Errno {errno.EAGAIN}] no processes are left"
+        assert play(turns, {0: "a"}, 0)[0].failure == failure and pool.workers[0].has_failed
+        assert text_of(play(turns, {0: "a"}, 0, sample=1)[0]) == "q 7 a" and not pool.workers[0].has_failed
 
 
 def test_a_worker_that_starts_while_the_pool_closes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

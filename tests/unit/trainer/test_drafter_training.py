@@ -9,13 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_tlt.config.checks.files import output_directory_problems
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.run import UNFINISHED
 from megatron_tlt.drafters.state_file import drafter_state_writer
-from megatron_tlt.errors import ConfigError, RunDirectoryError
+from megatron_tlt.errors import CheckpointError, ConfigError, RunDirectoryError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.models.hf.writer import save_hf
@@ -28,6 +29,7 @@ from megatron_tlt.trainer.drafter_training import (
     training_settings,
     unfinished_state,
 )
+from tests.helpers.disk import files_of_at_most
 from tests.helpers.mpi import ROOT
 
 BASE = {"model": {"path": "m"}, "rollout": {"speculation": {"drafter": "dspark"}}}
@@ -107,3 +109,15 @@ def test_a_finished_training_leaves_no_state_also_where_its_files_cannot_be_remo
     job.finish()
     assert output_directory_problems("--out", str(tmp_path), "drafter train", (), replaces=False)
     assert not (tmp_path / UNFINISHED).exists()
+
+
+def test_a_state_that_does_not_fit_on_the_disk_leaves_nothing_there(tmp_path: Path) -> None:
+    job: Any = object.__new__(DrafterJob)
+    job._out, job.world, job._settings = tmp_path, SimpleNamespace(is_main=True), {}
+    job._training = SimpleNamespace(state_dict=lambda: {"weights": {"w": torch.zeros(9_000)}})
+    job.state_dir.mkdir()
+    with files_of_at_most(10_000), pytest.raises(CheckpointError, match=rf"{_STATE} cannot be written: "):
+        job.save()
+    assert list(job.state_dir.iterdir()) == []
+    job.save()
+    assert [file.name for file in job.state_dir.iterdir()] == [_STATE]

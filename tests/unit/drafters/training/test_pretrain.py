@@ -2,13 +2,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_tlt.drafters.training.pretrain import lookup_tables
+from megatron_tlt.drafters.training import pretrain
+from megatron_tlt.drafters.training.measure import MeasuredAcceptance
+from megatron_tlt.drafters.training.pretrain import DrafterPretraining, lookup_tables
 from megatron_tlt.models.hf import loader
 from megatron_tlt.models.hf.writer import save_hf
+from megatron_tlt.types import SamplingParams, Trajectory
+from tests.helpers.checked_configs import make, world_of
 from tests.helpers.tiny_drafters import FAMILIES
 from tests.helpers.tiny_models import random_weights
 
@@ -31,3 +37,23 @@ def test_lookup_tables_are_the_policys(tmp_path, tied: bool, monkeypatch: pytest
     name = "model.embed_tokens.weight" if tied else "lm_head.weight"
     assert torch.equal(head, weights[name].bfloat16().float())
     assert (embed is head) == tied
+
+
+def test_ranks_wait_without_limit_for_one_that_reads_or_measures_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of responses are not shares of tokens, and the time of the collectives behind them is bounded."""
+    calls: list[str] = []
+    training: Any = object.__new__(DrafterPretraining)
+    training._config = make()
+    training._world = world_of(
+        wait_for_all=lambda: calls.append("wait"),
+        all_gather_object=lambda result: calls.append("gather") or [result],
+    )
+    training._backend = SimpleNamespace(read_responses=lambda *_: calls.append("read"))
+    training._section, training._params, training._batch_tokens = training._config.drafter, SamplingParams(), 8
+    training.model, training._tables = None, (None, None)
+    assert training.read([Trajectory(0, 0, np.arange(5, dtype=np.int32), np.zeros(3, np.float32))]) == []
+    monkeypatch.setattr(
+        pretrain, "measure", lambda *_, steps, **__: calls.append("measure") or MeasuredAcceptance.empty(steps)
+    )
+    assert training.measure([]).bases == 0
+    assert calls == ["read", "wait", "measure", "wait", "gather"]
