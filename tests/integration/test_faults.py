@@ -129,18 +129,6 @@ def test_a_full_disk_under_the_log_hides_no_end(whole, tmp_path, most_bytes, cod
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(whole, train, tmp_path):
-    """Kinds of damage: tests/unit/checkpoint/test_resume.py."""
-    shutil.copytree(whole / "run", tmp_path / "run")
-    shard = next((tmp_path / "run" / LAST).glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    _, output = train()
-    assert "REFUSED" in output and "resumed after step 3" in output
-    assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
-
-
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(whole, train, tmp_path):
     train("actor.dtype=bf16", "train.num_steps=1")
     recorded = (tmp_path / "run/config.json").read_bytes()

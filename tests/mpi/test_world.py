@@ -71,7 +71,7 @@ sys.exit(main(["train", "no.yaml" if lacks == "file" else "configs/quickstart.ya
     [("file", [2], "config file = 'no.yaml'"), ("module", [1, 9], "ModuleNotFoundError")],  # 9: see `mpi.launcher`
 )
 def test_a_rank_that_fails_before_mpi_starts_ends_all_with_its_error(tmp_path, lacks, codes, said):
-    """A module that its machine lacks: the other rank has come to MPI_Init, and would wait there. Both lack the file."""
+    """A module that its machine lacks: the other one would wait in MPI_Init. Or both lack a file."""
     done = run_ranks(2, ["-c", ALONE], lacks, env={VARIABLE: str(tmp_path)}, check=False, timeout=30)
     assert done.returncode in codes and done.stdout.count(said) == 1, done.stdout
     assert (tmp_path / "exit").read_text() == f"{codes[0]}\n"
