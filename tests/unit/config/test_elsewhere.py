@@ -3,17 +3,9 @@
 import pytest
 
 from megatron_tlt.config.elsewhere import ELSEWHERE
-from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.config.schema import paths_of
-from megatron_tlt.errors import ConfigError
-
-
-def problems(*overrides: str) -> dict[str, str]:
-    """What is allowed, by path."""
-    with pytest.raises(ConfigError) as caught:
-        build_config({"model": {"path": "m"}}, overrides)
-    return {p.path: p.allowed for p in caught.value.problems}
+from tests.unit.config.test_load import BASE, problems
 
 
 @pytest.mark.parametrize(
@@ -35,10 +27,7 @@ def problems(*overrides: str) -> dict[str, str]:
         ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "did you mean actor.micro_batch_tokens?"),
         ("actor_rollout_ref.rollout.disable_log_stats=true", "there is none here (metrics.jsonl"),
         ("+reward_model.reward_kwargs.overlong_buffer_cfg.len=1", "did you mean algorithm.overlong_buffer?"),
-        (
-            "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-            "did you mean eval.temperature? (verl evaluates greedily",
-        ),
+        ("actor_rollout_ref.rollout.val_kwargs.do_sample=true", "did you mean eval.temperature? (verl evaluates"),
         ("policy.generation.temperature=1", "did you mean rollout.temperature?"),
         ("policy.sequence_packing.train_mb_tokens=1", "did you mean actor.micro_batch_tokens?"),
         ("env.math.num_workers=8", "did you mean rewards.workers?"),
@@ -50,7 +39,7 @@ def problems(*overrides: str) -> dict[str, str]:
     ],
 )
 def test_the_place_is_the_right_one(override, says):
-    (allowed,) = problems(override).values()
+    (allowed,) = problems(BASE, override).values()
     assert allowed.startswith(f"unknown key; {says}")
 
 
