@@ -242,17 +242,11 @@ def test_python_without_a_network_of_its_own_is_named() -> None:
             for name in ("Swapped", "SwappedTools")
         ),
         ({"kind": "number_guess", "params": {"words": 3}}, "do not fit the constructor"),
-        (
-            {"kind": "python", "timeout_s": 15},
-            "env.params.wall_s = 15.0: must be a number > 0 and < env.timeout_s = 15",
-        ),
+        ({"kind": "python", "timeout_s": 15}, "env.params.wall_s = 15.0: must be a number > 0 and < env.timeout_s"),
         ({"kind": "python", "params": {"wall_s": "9"}}, "env.params.wall_s = '9': must be a number > 0"),
         ({"kind": "python", "params": {"cpu_s": 2.5}}, "env.params.cpu_s = 2.5: must be an integer > 0"),
         ({"kind": "python", "params": {"output_kib": 0}}, "env.params.output_kib = 0: must be an integer > 0"),
-        (
-            {"kind": "retry", "params": {"tries": 6}},
-            "env.params.tries = 6: must be an integer from 1 to env.max_turns = 4",
-        ),
+        ({"kind": "retry", "params": {"tries": 6}}, "env.params.tries = 6: must be an integer from 1 to env.max_turns"),
         ({"kind": "python", "timeout_s": 15, "params": {"wall_s": 14}}, None),
     ],
 )
