@@ -26,6 +26,7 @@ from megatron_tlt.models.hf.files import INDEX, SINGLE, model_problems, model_wa
 from megatron_tlt.models.hf.loader import iter_weights
 from megatron_tlt.models.hf.peft import ADAPTER_CONFIG, adapter_warning, peft_problems, peft_reader
 from megatron_tlt.types import Prompt, SamplingParams
+from tests.helpers.chat_models import edit_json
 from tests.helpers.converted import naive_megatron, save_foreign
 from tests.helpers.runs import generate_alone
 from tests.helpers.tiny_models import hf_model
@@ -39,11 +40,6 @@ def model(tmp_path: Path) -> Path:
     """A tied model in one file."""
     hf_model("qwen3").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-def edit(file: Path, **values: Any) -> None:
-    """Sets keys of a JSON file."""
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def rewrite(model: Path, **tensors: torch.Tensor) -> None:
@@ -213,12 +209,12 @@ def test_an_index_of_the_one_file_is_not_a_stale_one(model: Path) -> None:
 
 
 def test_a_field_that_cannot_be_computed_is_named_with_its_file(model: Path) -> None:
-    edit(model / "config.json", final_logit_softcapping=30.0)
+    edit_json(model / "config.json", final_logit_softcapping=30.0)
     with pytest.raises(ConfigError, match=f"{model / 'config.json'}: final_logit_softcapping = 30.0"):
         ModelConfig.from_hf(model)
 
 
-@pytest.mark.parametrize(("dtype", "word"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.uint8, "U8")])
+@pytest.mark.parametrize(("dtype", "word"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.uint8, "U8")])
 def test_tensors_without_their_scales_are_refused_by_type(model: Path, dtype: torch.dtype, word: str) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     rewrite(model, **{name.replace(".", "__"): load_file(model / SINGLE)[name].to(dtype)})
@@ -244,11 +240,11 @@ def test_what_the_index_does_not_say_of_a_shard_is_named(model: Path) -> None:
     (model / SINGLE).unlink(missing_ok=True)
     about = json.loads((model / INDEX).read_text())
     file = about["weight_map"][NORM]
-    edit(model / INDEX, weight_map=about["weight_map"] | {"model.extra": file})
+    edit_json(model / INDEX, weight_map=about["weight_map"] | {"model.extra": file})
     with pytest.raises(CheckpointError, match=f"in the index but not in {file}: model.extra"):
         next(iter_weights(model))
     del about["weight_map"][NORM]
-    edit(model / INDEX, weight_map=about["weight_map"])
+    edit_json(model / INDEX, weight_map=about["weight_map"])
     with pytest.raises(CheckpointError, match=f"holds tensors that the index does not give it: {NORM}"):
         next(iter_weights(model))
 

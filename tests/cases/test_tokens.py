@@ -20,9 +20,8 @@ from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.errors import ConfigError, DataError
 from megatron_tlt.trainer.preflight import check_report
-from tests.helpers.chat_models import save_sentencepiece
+from tests.helpers.chat_models import DEMO_POLICY, edit_json, save_sentencepiece
 
-DEMO_POLICY = Path(__file__).resolve().parents[2] / "assets/demo-policy"
 ROWS = 288  # of its embedding
 USER, TURN = {"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}
 TOOL = {"role": "tool", "content": "hello 3"}
@@ -35,10 +34,6 @@ def model(tmp_path: Path) -> Path:
 
 
 BOS = {"add_bos_token": True}
-
-
-def edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:
@@ -61,7 +56,7 @@ def sft_tokens(path: Path, tokenizer: HFTokenizer, chat: bool = True) -> list[li
 
 
 def test_sft_ends_turns_with_the_templates_token_of_several(model: Path, tmp_path: Path) -> None:
-    edit(model / "generation_config.json", eos_token_id=[0, 1, 2])
+    edit_json(model / "generation_config.json", eos_token_id=[0, 1, 2])
     tokenizer, path = HFTokenizer(model), tmp_path / "r.jsonl"
     write(path, {"prompt": "1 + 2", "completion": "3"}, {"messages": [USER, TURN, TOOL, TURN]})
     single, turns = sft_tokens(path, tokenizer)
@@ -80,7 +75,7 @@ def test_a_prompt_without_template_begins_as_the_tokenizer_begins_it(
     adds: str, setting: dict[str, bool], text: str, tmp_path: Path
 ) -> None:
     """Or, as DeepSeek-R1-Distill-Qwen, as tokenizer_config.json says."""
-    edit(save_sentencepiece(tmp_path / "t", None, adds=adds) / "tokenizer_config.json", **setting)
+    edit_json(save_sentencepiece(tmp_path / "t", None, adds=adds) / "tokenizer_config.json", **setting)
     tokenizer = HFTokenizer(tmp_path / "t")
     bare = AutoTokenizer.from_pretrained(tmp_path / "t").encode(text, add_special_tokens=False)
     wanted = bare if bare[0] == 1 or not (adds.startswith("<s>") or setting) else [1, *bare]
@@ -138,10 +133,10 @@ def test_a_token_without_a_row_is_refused_where_it_stands(special: bool, model: 
 
 
 def test_a_tokenizer_of_another_model_and_special_tokens_without_a_row_are_refused(model: Path) -> None:
-    edit(model / "generation_config.json", eos_token_id=[2, 300])
+    edit_json(model / "generation_config.json", eos_token_id=[2, 300])
     with pytest.raises(ConfigError, match=r"^model\.path = .*its eos_token_id has id 300, but the model's embedding"):
         check_report(config_of(model), 1)
-    edit(model / "generation_config.json", eos_token_id=2)
+    edit_json(model / "generation_config.json", eos_token_id=2)
     add_tokens(model)
     template = model / "chat_template.jinja"
     template.write_text("<extra_11>" + template.read_text())
@@ -161,18 +156,18 @@ def test_a_tokenizer_of_another_model_and_special_tokens_without_a_row_are_refus
 def test_a_template_that_ends_turns_without_a_stop_token_is_said(model: Path) -> None:
     assert "warning: the chat template" not in check_report(config_of(model), 1)
     for name in ("generation_config.json", "config.json"):
-        edit(model / name, eos_token_id=0)
-    edit(model / "tokenizer_config.json", eos_token="<|pad|>")
+        edit_json(model / name, eos_token_id=0)
+    edit_json(model / "tokenizer_config.json", eos_token="<|pad|>")
     report = check_report(config_of(model), 1)
     remedy = f"add 2 to eos_token_id in {model / 'generation_config.json'}"
     assert f"with '<|end|>', which is no stop token ('<|pad|>'): {'a response runs on'}" in report and remedy in report
     environment = config_of(model).model_copy(update={"env": {"kind": "calculator", "max_observation_tokens": 64}})
     with pytest.raises(ConfigError, match="ends no turn of the assistant with a stop token"):
         check_report(Config.model_validate(environment.model_dump()), 1)
-    edit(model / "config.json", eos_token_id=[0, 2])  # where the engine stops, too
+    edit_json(model / "config.json", eos_token_id=[0, 2])  # where the engine stops, too
     assert "Ranks: 1" in check_report(Config.model_validate(environment.model_dump()), 1)
-    edit(model / "config.json", eos_token_id=0)
-    edit(model / "generation_config.json", eos_token_id=[0, 2])
+    edit_json(model / "config.json", eos_token_id=0)
+    edit_json(model / "generation_config.json", eos_token_id=[0, 2])
     assert "warning: the chat template" not in check_report(config_of(model), 1)
 
 
@@ -297,8 +292,8 @@ def test_a_response_has_the_thought_or_channel_that_the_template_writes(
 def test_earlier_turns_and_those_of_a_base_model_are_the_templates(model: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(HYBRID)
     for name in ("generation_config.json", "config.json"):
-        edit(model / name, eos_token_id=0)
-    edit(model / "tokenizer_config.json", eos_token="<|pad|>")  # Qwen2.5's base models: <|endoftext|>
+        edit_json(model / name, eos_token_id=0)
+    edit_json(model / "tokenizer_config.json", eos_token="<|pad|>")  # Qwen2.5's base models: <|endoftext|>
     messages = [USER, TURN, TOOL, TURN]
     (found,) = sft_tokens(write(tmp_path / "r.jsonl", {"messages": messages}), HFTokenizer(model))
     assert found == AutoTokenizer.from_pretrained(model).apply_chat_template(messages, return_dict=False)

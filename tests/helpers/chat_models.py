@@ -40,6 +40,11 @@ PARTS_ONLY = """{%- for m in messages %}{{- '<|' + m.role + '|>' }}{%- for part 
 {%- endfor %}"""
 
 
+def edit_json(file: Path, **values: Any) -> None:
+    """Sets keys of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
 def chat_model(directory: Path, template: str | None, **settings: Any) -> Path:
     """A copy of the demo policy with `template`, and `settings` in tokenizer_config.json."""
     weights = "model.safetensors"
@@ -47,8 +52,7 @@ def chat_model(directory: Path, template: str | None, **settings: Any) -> Path:
     (directory / weights).symlink_to(DEMO_POLICY / weights)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    about = directory / "tokenizer_config.json"
-    about.write_text(json.dumps({**json.loads(about.read_text()), **settings}))
+    edit_json(directory / "tokenizer_config.json", **settings)
     return directory
 
 

@@ -38,13 +38,19 @@ class ThreadRank(TensorParallel):
         """The first rank's values, in place."""
         tensor.copy_(self.all_gather(tensor)[0])
 
-    def broadcast_object(self, value: T) -> T:
-        """The first rank's value, pickled."""
+    def broadcast_object(self, value: T, source: int = 0) -> T:
+        return self.all_gather_object(value)[source]
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every rank's value, pickled."""
         self._shared[self.rank] = pickle.dumps(value)
         self._barrier.wait()
-        found = pickle.loads(self._shared[0])
+        found = [pickle.loads(of_rank) for of_rank in self._shared]
         self._barrier.wait()
         return found
+
+    def wait_for_all(self) -> None:
+        self._barrier.wait()
 
 
 def on_ranks(size: int, work: Callable[[ThreadRank], T]) -> list[T]:

@@ -113,15 +113,13 @@ def lookup_tables(config: ModelConfig, seed: int = 5) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator) * 0.3
 
 
-def random_chunk(
-    config: ModelConfig, length: int, prompt_id: int = 0, version: int = 0, prompt_len: int = 3
-) -> HiddenStateSample:
-    """Made-up tokens and hidden states, a function of the arguments."""
+def random_chunk(config: ModelConfig, length: int, prompt_id: int = 0, version: int = 0) -> HiddenStateSample:
+    """Made-up tokens, three of them a prompt, and hidden states: a function of the arguments."""
     length = int(length)
     generator = torch.Generator().manual_seed(length * 1000 + prompt_id)
     tokens = torch.randint(0, config.vocab_size, (length,), generator=generator)
     hidden = torch.randn(length - 1, config.hidden_size, generator=generator)
-    return HiddenStateSample(trajectory(tokens.numpy(), prompt_len, prompt_id, version), hidden)
+    return HiddenStateSample(trajectory(tokens.numpy(), 3, prompt_id, version), hidden)
 
 
 def trajectory(token_ids: np.ndarray, prompt_len: int, prompt_id: int = 0, version: int = 0) -> Trajectory:

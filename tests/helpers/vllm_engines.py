@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import ENVIRONMENT, find_python
+from megatron_tlt.config.actor import OptimizerSection
+from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
@@ -19,9 +23,13 @@ from megatron_tlt.config.speculation import BanditSection, SpeculationSection
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.checkpoint import load_drafter
+from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
+from megatron_tlt.drafters.registry import KINDS
+from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
+from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import iter_weights
-from megatron_tlt.types import Prompt
+from megatron_tlt.types import HiddenStateSample, Prompt
 from tests.helpers.mpi import ROOT
 
 NEEDS_VLLM = (
@@ -99,3 +107,21 @@ def start_vllm(
     )
     atexit.register(started.close)
     return started
+
+
+def trained_drafter(
+    config: DrafterConfig,
+    samples: Iterable[HiddenStateSample],
+    tables: tuple[Tensor, Tensor],
+    read: Callable[[str], Tensor],
+) -> DrafterModel:
+    """A drafter that drafts some tokens right and some not. `read`: the policy's weights, by their names."""
+    model, data = KINDS[config.kind].build_model(config), [DraftSequence.of(sample) for sample in samples]
+    counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=config.policy.vocab_size)
+    model.start_fresh(0, read, tables[1], counts)
+    section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2)
+    rate = OptimizerSection(lr=5e-3, warmup_steps=4, schedule="cosine")
+    trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
+    for seed in range(70):
+        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]), tables)
+    return model

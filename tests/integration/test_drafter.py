@@ -103,7 +103,6 @@ def test_a_stopped_training_goes_on_to_the_same_drafter(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (f"train --out x {SPEC}.drafter=eagle3 {SPEC}.layers=[0,1,3]", f"{SPEC}.layers = [0, 1, 3]: must be three"),
         ("train --out x --drafter trained-eagle3", "has drafter = eagle3, but rollout.speculation.drafter = eagle"),
         ("eval --drafter other", "was made for a policy with another embedding than"),
         ("eval --drafter fresh-eagle data.eval=null", "data.eval = None: is required: this command"),

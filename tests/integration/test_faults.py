@@ -19,7 +19,7 @@ import torch
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.observe.attempt import VARIABLE
 from megatron_tlt.resilience.status import read_status
-from tests.helpers.mpi import ROOT, fork_command, rank_environment, run_one, run_ranks, start_one
+from tests.helpers.mpi import ROOT, fork_command, rank_environment, run_one, start_one
 from tests.helpers.runs import FAULTS, assert_same_checkpoint, rows, run_with_fault, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -127,18 +127,6 @@ def test_a_full_disk_under_the_log_hides_no_end(whole, tmp_path, most_bytes, cod
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_newest_checkpoint_is_passed_over(whole, train, tmp_path):
-    """Kinds of damage: tests/unit/checkpoint/test_resume.py."""
-    shutil.copytree(whole / "run", tmp_path / "run")
-    shard = next((tmp_path / "run" / LAST).glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    _, output = train()
-    assert "REFUSED" in output and "resumed after step 3" in output
-    assert_same_checkpoint(whole / "run" / LAST, tmp_path / "run" / LAST)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(whole, train, tmp_path):
@@ -290,16 +278,3 @@ def test_rewards_that_raise_hang_gobble_and_exit_cost_their_samples_unless_they_
     assert code == 1
     assert "megatron-tlt: step 1: no response of this rollout has a reward" in output, output[-3000:]
     assert not (tmp_path / "none/metrics.jsonl").read_text()
-
-
-def test_a_reward_without_a_number_is_reported_once_by_all_ranks(tmp_path):
-    (tmp_path / "rewards.py").write_text("def reward(prompt, answer, response, metadata): pass\n")
-    rewards = {"functions": [{"name": "python", "path": "rewards.py:reward"}]}
-    size = {"num_steps": 1, "run_dir": str(tmp_path / "run")}
-    config = write_config(tmp_path, rewards=rewards, train=size, eval={"every": 0}, rollout={"max_tokens": 8})
-    done = run_ranks(2, ["-m", "megatron_tlt"], "train", str(config), check=False)
-    code, output = done.returncode, done.stdout
-    assert code in (1, 9), "9: mpiexec's, where one rank was later to exit"
-    text = "step 1: no response of this rollout has a reward; one of the failures: reward: ValueError: "
-    assert output.count(f"{text}returned None (NoneType): must be a number or a boolean") == 1
-    assert output.count("returned None") == 1 and "MPI_Abort" not in output, output[-3000:]

@@ -8,31 +8,26 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.backends.vllm.launch import _ENGINE, find_python
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.block_drafters import BlockShape
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.engine_process import VllmSection
 from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.models.hf.config import EMBED, HEAD, ModelConfig
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
-from megatron_tlt.types import SamplingParams
+from megatron_tlt.types import HiddenStateSample, SamplingParams
 from tests.helpers.engines import generate_all, make_engine, speculating_engine
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import export_drafter
 from tests.helpers.tiny_models import random_weights
-from tests.helpers.vllm_engines import NEEDS_VLLM
+from tests.helpers.vllm_engines import NEEDS_VLLM, trained_drafter
 
 PYTHON = find_python(VllmSection())
 pytestmark = list(NEEDS_VLLM)
@@ -55,12 +50,12 @@ DRAFTERS: dict[str, DrafterConfig] = {
 }
 
 
-def collected(shape: ModelConfig, layers: tuple[int, ...]) -> list[DraftSequence]:
+def collected(shape: ModelConfig, layers: tuple[int, ...]) -> list[HiddenStateSample]:
     """Greedy responses to the prompts and to their beginnings, with states."""
     engine, samples = make_engine(shape, random_weights(shape), aux_layers=layers), []
     engine.collect_hidden_states(HiddenStateCollector(samples.append))
     generate_all(engine, [(i, p[: 3 + i % 4], params(), 1) for i, p in enumerate(PROMPTS)] + jobs())
-    return [DraftSequence.of(sample) for sample in samples]
+    return samples
 
 
 def params() -> SamplingParams:
@@ -72,19 +67,9 @@ def jobs() -> list:
 
 
 def trained(config: DrafterConfig) -> DrafterModel:
-    """A drafter that drafts some tokens right and some not."""
-    shape, model = config.policy, KINDS[config.kind].build_model(config)
-    weights, data = dict(random_weights(shape)), collected(shape, config.aux_layers)
-    embed, head = weights[EMBED], weights.get(HEAD, weights[EMBED])
-    counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=shape.vocab_size)
-    model.initialise(0)
-    model.choose_vocabulary(head, counts)
-    section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2)
-    rate = OptimizerSection(lr=5e-3, warmup_steps=5, schedule="cosine")
-    trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
-    for seed in range(60):
-        trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]), (embed, head))
-    return model
+    weights = dict(random_weights(config.policy))
+    tables = weights[EMBED], weights.get(HEAD, weights[EMBED])
+    return trained_drafter(config, collected(config.policy, config.aux_layers), tables, weights.__getitem__)
 
 
 @pytest.fixture(scope="module")

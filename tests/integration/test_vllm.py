@@ -20,9 +20,7 @@ from megatron_tlt.backends.build import build_backend
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.block_drafters import BlockShape
-from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.drafter_kinds import DrafterName
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection
@@ -32,10 +30,6 @@ from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
-from megatron_tlt.drafters.model import DrafterConfig
-from megatron_tlt.drafters.registry import KINDS
-from megatron_tlt.drafters.training.batching import DraftSequence, collate, epoch
-from megatron_tlt.drafters.training.trainer import DrafterTrainer
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.loader import weight_reader
@@ -63,6 +57,7 @@ from tests.helpers.vllm_engines import (
     demo_weights,
     running_vllm,
     start_vllm,
+    trained_drafter,
 )
 
 pytestmark = list(NEEDS_VLLM)
@@ -206,21 +201,6 @@ def test_turns_are_the_embedded_engines_and_their_states_are_whole(
         assert theirs.speculation.drafted_tokens > 0
 
 
-def trained(
-    config: DrafterConfig, samples: list[HiddenStateSample], tables: tuple[Tensor, Tensor], path: str
-) -> dict[str, Tensor]:
-    """A drafter of the policy in `path` that drafts some tokens right and some not."""
-    model, data = KINDS[config.kind].build_model(config), [DraftSequence.of(s) for s in samples]
-    counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=SHAPE.vocab_size)
-    model.start_fresh(0, weight_reader(path, config.policy), tables[1], counts)
-    section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2)
-    rate = OptimizerSection(lr=5e-3, warmup_steps=4, schedule="cosine")
-    trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
-    for seed in range(70):
-        trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]), tables)
-    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
 @pytest.mark.parametrize(
     ("block", "lengths"),
     [
@@ -238,7 +218,8 @@ def test_a_block_drafter_drafts_as_in_the_embedded_engine(
     plain = build_backend(EngineOptions(RolloutSection(), MODEL, **drafting))
     push(plain, 1, None)
     states = collect(plain, prompts)
-    good = trained(config, list(states.values()), plain.lookup_tables(), MODEL.path)
+    read = weight_reader(MODEL.path, config.policy)
+    good = trained_drafter(config, states.values(), plain.lookup_tables(), read).state_dict()
     start = SavedDrafter(config, noisy(good))
     section = SpeculationSection(drafter="dspark", **lengths)
     beside = build_backend(
@@ -268,7 +249,8 @@ def test_eagle3_and_experts_as_in_the_embedded_engine(
     plain = build_backend(EngineOptions(RolloutSection(), policy, tokenizer=tokenizer, keep_layers=config.aux_layers))
     push(plain, 1, None, model=policy)
     states = collect(plain, prompts)
-    good = trained(config, list(states.values()), plain.lookup_tables(), policy.path)
+    read = weight_reader(policy.path, config.policy)
+    good = trained_drafter(config, states.values(), plain.lookup_tables(), read).state_dict()
     start = SavedDrafter(config, noisy(good))
     section = SpeculationSection(drafter="eagle", selector="fixed", draft_len=4)
     ours = build_backend(

@@ -24,17 +24,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     return found
 
 
-CASES = [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen3", 4)]
-
-
-@pytest.mark.parametrize(("family", "ranks"), CASES)
-def test_one_engine_over_ranks(results: dict[int, dict], family: str, ranks: int):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_engine_over_ranks(results: dict[int, dict], ranks: int):
     """Sums over shards round differently: responses may part from TP 1's only where a near-tie was counted."""
-    alone = results[1][f"{family}/tp"]["responses"]
-    sharded = results[ranks][f"{family}/tp"]["responses"]
-    counted = results[ranks][f"{family}/tp"]["near_ties"] + results[1][f"{family}/tp"]["near_ties"]
+    alone = results[1]["tp"]["responses"]
+    sharded = results[ranks]["tp"]["responses"]
+    counted = results[ranks]["tp"]["near_ties"] + results[1]["tp"]["near_ties"]
     parted = [key for key in alone if alone[key][0] != sharded[key][0]]
-    print(f"{family} TP {ranks}: {counted} near-ties, {len(parted)} of {len(alone)} responses parted")
+    print(f"TP {ranks}: {counted} near-ties, {len(parted)} of {len(alone)} responses parted")
     assert len(parted) <= counted
     for key in alone.keys() - set(parted):
         np.testing.assert_allclose(sharded[key][1], alone[key][1], atol=1e-4)

@@ -62,7 +62,7 @@ from megatron_tlt.cli.main import main
 rank, lacks = os.environ["PMI_RANK"], sys.argv[1]
 if rank == "1" and lacks == "module":
     sys.modules["megatron_tlt.trainer.setup"] = None
-sys.exit(main(["train", "no.yaml" if rank == "1" and lacks == "file" else "configs/quickstart.yaml"]))
+sys.exit(main(["train", "no.yaml" if lacks == "file" else "configs/quickstart.yaml"]))
 """
 
 
@@ -71,7 +71,7 @@ sys.exit(main(["train", "no.yaml" if rank == "1" and lacks == "file" else "confi
     [("file", [2], "config file = 'no.yaml'"), ("module", [1, 9], "ModuleNotFoundError")],  # 9: see `mpi.launcher`
 )
 def test_a_rank_that_fails_before_mpi_starts_ends_all_with_its_error(tmp_path, lacks, codes, said):
-    """What its machine lacks; the other rank has come to MPI_Init, and would wait there."""
+    """A module that its machine lacks: the other one would wait in MPI_Init. Or both lack a file."""
     done = run_ranks(2, ["-c", ALONE], lacks, env={VARIABLE: str(tmp_path)}, check=False, timeout=30)
     assert done.returncode in codes and done.stdout.count(said) == 1, done.stdout
     assert (tmp_path / "exit").read_text() == f"{codes[0]}\n"

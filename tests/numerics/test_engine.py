@@ -18,9 +18,9 @@ from tests.helpers.engines import (
     random_jobs,
 )
 from tests.helpers.stepping import run_out
-from tests.helpers.tiny_models import MOE_FAMILIES, hf_model, model_config, named_weights
+from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
-FAMILIES = ["qwen2", "qwen3", "llama"]
+FAMILIES = ["llama", "qwen2_moe"]  # logits of every family: test_decoder_parity.py
 KERNELS = ["native", "torch"]
 
 
@@ -50,7 +50,7 @@ def generated(family: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("family", [*FAMILIES, *MOE_FAMILIES])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers_generate(family: str, kernels: str):
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     engine = engine_of(family, kernels, budget=50)
@@ -68,7 +68,7 @@ def one_by_one(family: str, jobs: list[Job]) -> Responses:
     return responses
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_responses_do_not_depend_on_the_schedule(family: str):
     """Alone, in a batch, in any order, in chunks, with preemption: the same bits, log-probs included."""
     jobs = random_jobs(131, 20, seed=6)

@@ -44,9 +44,7 @@ def plain(family: str, jobs, **options) -> tuple[Responses, list]:
     return generate_all(make_engine(config, weights, **options), jobs), weights
 
 
-@pytest.mark.parametrize(
-    ("family", "spoil"), [("llama", 0.0), ("llama", 0.3), ("llama", 1.0), ("qwen2", 0.3), ("qwen2_moe", 0.3)]
-)
+@pytest.mark.parametrize(("family", "spoil"), [("llama", 0.0), ("llama", 0.3), ("llama", 1.0), ("qwen2_moe", 0.3)])
 def test_equal_whatever_is_drafted(family, spoil):
     jobs = random_jobs(131, 8, seed=3)
     expected, weights = plain(family, jobs)

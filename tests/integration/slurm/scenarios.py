@@ -25,7 +25,7 @@ TWO_NODES = ("-N2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=20")
 RECORDER = """#!/bin/bash
 env | grep -E '^(CUDA_VISIBLE|GLOO_SOCKET|NCCL|UCX|SLURM_LOCALID)' | sort
 printf 'argument: %s\\n' "$@"
-[ -n "${SILENT_EXIT:-}" ] || echo "${NOTED_EXIT:-${RECORDED_EXIT:-0}}" >"$MEGATRON_TLT_ATTEMPT/exit"
+[ -n "${SILENT_EXIT:-}" ] || echo "${RECORDED_EXIT:-0}" >"$MEGATRON_TLT_ATTEMPT/exit"
 exit "${RECORDED_EXIT:-0}"
 """
 

@@ -106,6 +106,5 @@ def slow_step() -> None:
 
 
 for scenario in sys.argv[1:]:
-    name, *arguments = scenario.split(":")
-    globals()[name](*arguments)
+    globals()[scenario]()
 JOB.close()

@@ -36,11 +36,12 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("message", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, message):
+def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(tmp_path, message, caplog):
     good, last = (published(tmp_path, step) for step in (2, 3))
     assert resume.find_checkpoint(WORLD, tmp_path, "auto") == last
     DAMAGE[message](last)
     assert resume.find_checkpoint(WORLD, tmp_path, "auto") == good
+    assert f"REFUSED: checkpoint {last}" in caplog.text
     with pytest.raises(CheckpointError, match=rf"step-000003.*{message}.*; use .*step-000002, which is whole"):
         resume.find_checkpoint(WORLD, tmp_path, str(last))
     DAMAGE[message](good)

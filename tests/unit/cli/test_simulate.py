@@ -49,10 +49,7 @@ def test_a_run_is_simulated_with_the_shape_in_its_models_files(capsys):
         (["configs/sim/paper-7b.yaml", "--compare", "off,fast"], "must be some of off, suffix, frozen, tlt"),
         (["configs/sim/paper-7b.yaml", "--sweep", "gpus=3"], "must look like nodes=1,2,4"),
         (["configs/sim/paper-7b.yaml", "workload.step=3"], "did you mean workload.steps"),
-        (
-            ["configs/sim/paper-7b.yaml", "workload.lengths.path=no.txt"],
-            f"'{Path.cwd() / 'no.txt'}': cannot be read: [Errno 2]",
-        ),
+        (["configs/sim/paper-7b.yaml", "workload.lengths.path=no.txt"], f"'{Path.cwd() / 'no.txt'}': cannot be read"),
         (["configs/sim/paper-7b.yaml", "rollout.tp=7"], "must divide the 64 GPUs"),
         (["configs/sim/paper-7b.yaml", "--sweep", "nodes=²"], "must look like nodes=1,2,4"),
         (["configs/quickstart.yaml", "model.path=no/model"], "model.path (no/model) is not here"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -125,9 +123,3 @@ def test_columns_that_rows_cannot_have_are_an_error_with_the_path(tmp_path: Path
     path = tmp_path / "train.parquet"
     with pytest.raises(DataError, match=f"^{path}: "):
         open_file(PromptSourceConfig(kind="parquet", path=str(path)), path)
-
-
-def parquet(rows: list[dict[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
-    return buffer.getvalue()

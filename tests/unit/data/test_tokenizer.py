@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from megatron_tlt.data.detokenizer import IncrementalDecoder
 from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer
 from megatron_tlt.errors import CheckpointError
-from tests.helpers.chat_models import save_bytes
+from tests.helpers.chat_models import edit_json, save_bytes
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -75,7 +75,7 @@ def test_ids_are_those_of_tokenizer_json_whichever_class_is_named(tmp_path: Path
     if kind == "LlamaTokenizer":  # which is not taken for bytes
         words[:] = [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithNext", "invert": False}]
         form["decoder"] = None
-    file.write_text(json.dumps({**json.loads(file.read_text()), **form}))
+    edit_json(file, **form)
     named = {"eos_token": "<|end|>", "pad_token": "<|pad|>"} if kind else {}
     about.write_text(json.dumps({"tokenizer_class": kind, **named})) if kind else about.unlink()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "eos_token_id": 5}))

@@ -14,15 +14,12 @@ WAIT, TRAIN, PRE_ROLL, STOP = Action.WAIT, Action.TRAIN, Action.PRE_ROLL, Action
 @pytest.mark.parametrize(
     ("change", "action"),
     [
-        ({}, TRAIN),
-        ({"is_over": True}, STOP),
         ({"samples_available": 1}, TRAIN),
         ({"samples_available": 0}, WAIT),
         ({"seconds_idle": 0.1}, TRAIN),
         ({"seconds_idle": 0.099}, WAIT),
         ({"seconds_idle": 0.5, "step_seconds": 0.5}, TRAIN),
         ({"seconds_idle": 0.5, "step_seconds": 0.51}, WAIT),  # the ranks would wait for its end
-        ({"can_pre_roll": True}, TRAIN),
         ({"can_pre_roll": True, "training_share": 0.24}, TRAIN),
         ({"can_pre_roll": True, "training_share": 0.25}, PRE_ROLL),
         ({"can_pre_roll": True, "step_seconds": 0.5, "usual_seconds": 0.5}, TRAIN),

@@ -17,7 +17,6 @@ from megatron_tlt.rewards import math
 from megatron_tlt.rewards.base import compile_pattern, extract_answer, judge
 from megatron_tlt.rewards.build import build_scorers, function_problems
 from megatron_tlt.types import Answer, Prompt, RewardResult, Sample
-from tests.helpers.user_errors import without_place
 
 USER = Path(__file__).parent / "user_rewards.py"
 TAG = r"<answer>(.*?)</answer>"
@@ -201,25 +200,6 @@ def test_a_module_that_raises_at_import_is_named_with_its_field(tmp_path: Path, 
     assert re.search(rf"broken\.py cannot be imported: {why}", first.allowed) and "\n" not in str(first)
     with pytest.raises(RewardError, match=rf"reward '.*broken\.py:f': .* cannot be imported: {why}"):
         build_scorers(RewardSection(functions=functions))
-
-
-@pytest.mark.parametrize(
-    ("response", "failure"),
-    [
-        ("nan", "act: ValueError: returned nan: must be finite"),
-        ("none", "act: ValueError: returned None (NoneType): must be a number or a boolean"),
-    ],
-)
-def test_what_a_function_does_wrong_is_recorded(response: str, failure: str) -> None:
-    result = judged(response, RewardConfig(name="python", path=f"{USER}:act"))
-    assert result == RewardResult(-1.0, False, {}, failure)
-
-
-@pytest.mark.parametrize(("response", "error"), [("raise", "RuntimeError: no such luck"), ("exit", "SystemExit: 3")])
-def test_the_place_of_an_error_is_recorded(response: str, error: str) -> None:
-    result = judged(response, RewardConfig(name="python", path=f"{USER}:act"))
-    assert (result.value, result.correct) == (-1.0, False)
-    assert without_place(result.failure, ".*user_rewards") == f"act: {error}"
 
 
 def test_values_are_weighted_and_correct_means_all_that_count() -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,18 @@ def results(pool: RewardPool, *responses: list[str]) -> list[RewardResult]:
 
 
 @contextmanager
-def pool_of(workers: int = 1, timeout_s: float = 1.0, **more: Any) -> Iterator[RewardPool]:
-    function = RewardConfig(name="python", path=f"{USER}:act")
-    section = RewardSection(functions=(function,), workers=workers, timeout_s=timeout_s, failure_value=-1.0)
-    with closing(RewardPool(section, **more)) as pool:
+def pool_of(name: str = "act", on_wait: Callable[[], None] = lambda: None, **settings: Any) -> Iterator[RewardPool]:
+    """Of one worker with one function, which has a second; a failure counts -1."""
+    function = RewardConfig(name="python", path=f"{USER}:{name}")
+    section = {"workers": 1, "timeout_s": 1.0, "failure_value": -1.0} | settings
+    with closing(RewardPool(RewardSection(functions=(function,), **section), on_wait)) as pool:
         yield pool
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_values_come_back_in_order(workers: int) -> None:
     texts = [[str(i * 10 + k) for k in range(4)] for i in range(40)]
-    with pool_of(workers) as pool:
+    with pool_of(workers=workers) as pool:
         assert [r.value for r in results(pool, *texts)] == [float(t) for group in texts for t in group]
         assert results(pool) == []
         assert results(pool, []) == []
@@ -67,7 +68,7 @@ def test_a_slow_reward_is_waited_for_with_signs_of_life(monkeypatch: pytest.Monk
 
 
 def test_every_kind_of_failure_costs_one_sample() -> None:
-    with pool_of(2) as pool:
+    with pool_of(workers=2) as pool:
         texts = ["1", "raise", "hang", "2", "die", "quit", "3", "exit", "nan", "spin", "4", "crash", "interrupt"]
         found = dict(zip(texts, results(pool, texts[:5], texts[5:])))
         assert results(pool, ["1"])[0].value == 1.0, "also after the last sample has killed the worker"
@@ -95,8 +96,7 @@ def test_every_kind_of_failure_costs_one_sample() -> None:
 
 @pytest.mark.parametrize(("texts", "is_praised"), [(["-1", "-1", "raise"], True), (["1", "-1", "raise"], False)])
 def test_a_failure_that_is_reinforced_is_named(texts: list[str], is_praised: bool) -> None:
-    function = RewardConfig(name="python", path=f"{USER}:act")
-    with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
+    with pool_of(failure_value=0.0) as pool:
         warning = str(pool.score(groups_of(texts)))
     praised = "1 of 3 rewards failed, each as rewards.failure_value = 0, above its group's mean: such responses are"
     assert warning.startswith(praised) is is_praised and "; one of them: act: RuntimeError" in warning
@@ -105,15 +105,13 @@ def test_a_failure_that_is_reinforced_is_named(texts: list[str], is_praised: boo
 def test_a_failure_of_an_environment_is_no_failure_of_a_function() -> None:
     (group,) = groups_of(["-1", "2"])
     group.samples[1].failure = "no answer within 30 s"
-    function = RewardConfig(name="python", path=f"{USER}:act")
-    with closing(RewardPool(RewardSection(functions=(function,)))) as pool:
+    with pool_of() as pool:
         assert pool.score([group]) is None
     assert [r.failure for r in group.rewards] == [None, "env: no answer within 30 s"]
 
 
 def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
-    function = RewardConfig(name="python", path=f"{USER}:hungry")
-    with closing(RewardPool(RewardSection(functions=(function,), failure_value=-1.0))) as pool:
+    with pool_of("hungry", timeout_s=30.0) as pool:
         found = results(pool, ["0", "10", "1"])
     assert without_place(found[1].failure) == "hungry: MemoryError"
     # 1000: should memory run out all the same, Linux ends this process before any rank.
@@ -121,18 +119,14 @@ def test_ten_gigabytes_cost_one_sample_and_no_memory() -> None:
 
 
 def test_a_worker_whose_memory_stays_taken_is_replaced() -> None:
-    function = RewardConfig(name="python", path=f"{USER}:keeps")
-    section = RewardSection(functions=(function,), worker_memory_mib=2048, failure_value=-1.0)
-    with closing(RewardPool(section)) as pool:
+    with pool_of("keeps", timeout_s=30.0, worker_memory_mib=2048) as pool:
         found = results(pool, ["700", "9999", "700", "700", "700"])
     assert [r.value for r in found] == [1.0, -1.0, 2.0, 1.0, 2.0], "the one that has room for others lives on"
     assert without_place(found[1].failure) == "keeps: MemoryError"
 
 
 def test_a_sample_that_leaves_no_memory_costs_two_workers_and_fails() -> None:
-    function = RewardConfig(name="python", path=f"{USER}:keeps")
-    section = RewardSection(functions=(function,), worker_memory_mib=2048, failure_value=-1.0)
-    with closing(RewardPool(section)) as pool:
+    with pool_of("keeps", timeout_s=30.0, worker_memory_mib=2048) as pool:
         found = results(pool, ["all", "700"])
         assert pool._workers[0].starts == 3
     assert found[0].failure == "worker had no memory left (worker_memory_mib) and was replaced"
@@ -203,7 +197,7 @@ def test_a_worker_that_takes_anothers_place_has_its_code_or_ends_the_run(tmp_pat
 
 def test_a_pool_that_is_closed_while_its_workers_start_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
-        with pool_of(2) as pool:
+        with pool_of(workers=2) as pool:
             pool.warm_up()
     time.sleep(0.5)
     assert capfd.readouterr().err == ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -12,32 +10,12 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.types import SamplingParams
-from tests.helpers.fake_decoder import context_logits, fake_engine
+from tests.helpers.fake_decoder import Job, context_logits, fake_engine, random_jobs
 from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import row_key
 
 V = 50
-Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
 Responses = dict[tuple[int, int], tuple]
-
-
-def make_jobs(seed: int, count: int = 12) -> list[Job]:
-    rng = random.Random(seed)
-    jobs = []
-    for i in range(count):
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            top_k=rng.choice([0, 0, 5]),
-            top_p=rng.choice([1.0, 1.0, 0.8]),
-            min_p=rng.choice([0.0, 0.0, 0.05]),
-            max_tokens=rng.randint(1, 40),
-            stop=rng.choice([(), (), ("a", "xy")]),
-            stop_token_ids=rng.choice([(), (7,)]),
-            ignore_eos=rng.random() < 0.3,
-            seed=5,
-        )
-        jobs.append((i, [rng.randrange(1, V) for _ in range(rng.randint(1, 40))], params, rng.randint(1, 5)))
-    return jobs
 
 
 def response(request: Request) -> tuple:
@@ -61,7 +39,7 @@ def naive_response(prompt: list[int], params: SamplingParams, prompt_id: int, in
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    return make_jobs(1, 12)
+    return random_jobs(1, 40, [(), (7,)])
 
 
 @pytest.fixture(scope="module")

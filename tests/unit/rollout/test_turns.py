@@ -25,32 +25,16 @@ from tests.helpers.fake_decoder import (
     Trajectories,
     fake_backend,
     fake_engine,
+    random_jobs,
     run_turns,
     turn_by_turn,
 )
 from tests.helpers.tiny_models import random_weights, read_hidden_states
 
-V = 50
-
 
 @pytest.fixture(scope="module")
 def jobs():
-    rng = random.Random(3)
-    found = []
-    for i in range(12):
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            top_k=rng.choice([0, 0, 5]),
-            top_p=rng.choice([1.0, 1.0, 0.8]),
-            min_p=rng.choice([0.0, 0.0, 0.05]),
-            max_tokens=rng.randint(1, 70),
-            max_turn_tokens=rng.choice([0, 1, 12]),
-            stop=rng.choice([(), (), ("a", "xy")]),
-            stop_token_ids=rng.choice([(7, 8, 9), (7,)]),
-            seed=5,
-        )
-        found.append((i, [rng.randrange(1, V) for _ in range(rng.randint(1, 40))], params, rng.randint(1, 5)))
-    return found
+    return random_jobs(3, 70, [(7, 8, 9), (7,)], turns=[0, 1, 12])
 
 
 @pytest.fixture(scope="module")

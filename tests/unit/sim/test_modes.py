@@ -6,26 +6,8 @@ from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.modes import assumptions, in_mode
 from tests.helpers.sim import sim_config
 
-EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.drafter_path=x")
-
-
-def test_modes_set_drafter_and_training():
-    config = sim_config(*EAGLE)
-    found = {}
-    for mode in ("off", "suffix", "frozen", "tlt"):
-        new = in_mode(config, mode)
-        found[mode] = new.rollout.speculation.drafter, new.idle.train_drafter
-    assert found == {
-        "off": ("none", False),
-        "suffix": ("suffix", False),
-        "frozen": ("eagle", False),
-        "tlt": ("eagle", True),
-    }
-
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="must be some of off, suffix, frozen, tlt"):
-        in_mode(sim_config(), "on")
     with pytest.raises(ConfigError, match=r"rollout\.speculation\.drafter"):
         in_mode(sim_config(), "tlt")
     with pytest.raises(ConfigError, match="must divide the 8 GPUs"):

@@ -33,7 +33,7 @@ def test_modes_give_the_same_responses_in_different_times():
     result = simulate([sim_config(*BULK, *EAGLE, QUICK)], ["off", "suffix", "frozen", "tlt"])
     off, suffix, frozen, tlt = result.points
     assert len({p.steps[0].tokens for p in result.points}) == 1
-    assert tlt.seconds < off.seconds and suffix.seconds < off.seconds
+    assert tlt.seconds < off.seconds and suffix.seconds < off.seconds and suffix.seconds != frozen.seconds
     trained = [p.mean.recovered_gpu_seconds for p in result.points]
     assert trained[:3] == [0, 0, 0] and 0 < trained[3] <= tlt.mean.idle_gpu_seconds
     assert tlt.steps[-1].quality > frozen.steps[-1].quality

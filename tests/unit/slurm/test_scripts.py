@@ -91,11 +91,7 @@ IN_CONTAINER = ("-N", 1, "--ntasks-per-node=2", "configs/quickstart.yaml")
         ("convert", ["nothing"], "must be hf-to-megatron or"),
         ("train", ["nosuch.yaml"], f"nosuch.yaml is not in {ROOT}\n"),
         # With a container the configuration is checked here, and where it writes.
-        (
-            "train",
-            [*IN_CONTAINER, "train.run_dir=/no/r"],
-            "= '/no/r': lies in the container and is lost when the job ends",
-        ),
+        ("train", [*IN_CONTAINER, "train.run_dir=/no/r"], "= '/no/r': lies in the container and is lost"),
     ],
 )
 def test_dry_runs_refuse_what_the_job_would(script, words, said):

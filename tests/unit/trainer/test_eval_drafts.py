@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -32,22 +31,12 @@ PLENTY = 1 << 20
 Drafts = dict[tuple[int, int], np.ndarray]
 
 
-class World:
+class World(ThreadRank):
     """One of the ranks that are threads."""
 
     def __init__(self, rank: ThreadRank, counters: list[Any]):
-        self.rank, self.size, self._rank = rank.rank, rank.size, rank
+        super().__init__(rank.rank, rank._shared, rank._barrier)
         self._counters = iter(counters)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self._rank._shared[self.rank] = pickle.dumps(value)
-        self._rank._barrier.wait()
-        found = [pickle.loads(of_rank) for of_rank in self._rank._shared]
-        self._rank._barrier.wait()
-        return found
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return self.all_gather_object(value)[source]
 
     def new_counter(self) -> Callable[[int], int]:
         shared = next(self._counters)
@@ -55,9 +44,6 @@ class World:
 
     def heartbeat(self, **figures: Any) -> None:
         """Not checked here."""
-
-    def wait_for_all(self) -> None:
-        self._rank._barrier.wait()
 
 
 class Rewards:

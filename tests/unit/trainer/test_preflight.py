@@ -34,7 +34,7 @@ from megatron_tlt.trainer.preflight import (
     tokenizer_problems,
     without_training,
 )
-from tests.helpers.chat_models import remove_tokenizer, save_letters
+from tests.helpers.chat_models import edit_json, remove_tokenizer, save_letters
 from tests.helpers.checked_configs import ARCHITECTURE, make, world_of
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_drafters import DEEP, random_drafter
@@ -259,9 +259,7 @@ def starting_from(folder, speculation=None, **model) -> Config:
 
 def test_an_attention_that_vllm_alone_computes_is_found_before_a_run(tmp_path):
     config = starting_from(tmp_path)
-    file = tmp_path / "model/config.json"
-    about = json.loads(file.read_text()) | {"dual_chunk_attention_config": {"chunk_size": 8}}
-    file.write_text(json.dumps(about))
+    edit_json(tmp_path / "model/config.json", dual_chunk_attention_config={"chunk_size": 8})
     assert "not read: dual_chunk_attention_config" in check_report(config, 1), "the embedded engine is as the actor"
     rollout = config.rollout.model_copy(update={"backend": "vllm"})
     with pytest.raises(ConfigError) as caught:  # vLLM is not here, either

@@ -14,6 +14,7 @@ from megatron_tlt.algorithms.build import build_algorithm
 from megatron_tlt.config.algorithm import AlgorithmSection
 from megatron_tlt.config.root import Config
 from megatron_tlt.data.prompt_queue import PromptQueues
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import RewardError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
@@ -30,10 +31,10 @@ from megatron_tlt.types import (
 PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(6)]
 
 
-class Ranks:
+class Ranks(SingleProcess):
     """World, engine, rollout cache and metrics of one rank; records what it is asked and what it reports."""
 
-    history_responses, policy_version, is_main = 8, 0, True
+    history_responses, policy_version = 8, 0
     device = SimpleNamespace(type="cpu")
 
     def __init__(self, rank: int = 0, size: int = 1):
@@ -54,15 +55,6 @@ class Ranks:
 
     def new_counter(self) -> Any:
         return lambda more: len(PROMPTS)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return value
-
-    def wait_for_all(self) -> None:
-        """There is one rank."""
 
     def heartbeat(self, **figures: Any) -> None:
         self.heartbeats.append(figures)

@@ -103,24 +103,15 @@ def test_tools_of_a_record_are_in_its_prompt_and_answers_in_a_row_are_one_turn(t
         ({"messages": [ASKED, {**CALL, "tool_calls": [{}]}, OBSERVED, ANSWER]}, "message 1 has tool_calls"),
         ({"messages": [ASKED, {**ANSWER, "reasoning_content": "1 + 2 is 3."}]}, "message 1 has reasoning_content"),
         ({"messages": [ASKED, CALL], "tools": [{"function": {"nam": "f"}}]}, "field 'tools' must be a list of"),
-        (
-            {"messages": [ASKED, {**CALL, "weight": 0}, OBSERVED, ANSWER]},
-            "message 1 has weight 0: all of the assistant",
-        ),
+        ({"messages": [ASKED, {**CALL, "weight": 0}, OBSERVED, ANSWER]}, "message 1 has weight 0: all of"),
         ({"messages": [ASKED, {**ANSWER, "train": False}]}, "message 1 has train false"),
         ({"messages": [ASKED, {**ANSWER, "mask": 1}]}, "message 1 has mask 1"),
-        (
-            {"messages": [ASKED, {**CALL, "weight": 1}, ASKED, ANSWER]},
-            "message 1 has weight 1: it is context, before the user's last one",
-        ),
+        ({"messages": [ASKED, {**CALL, "weight": 1}, ASKED, ANSWER]}, "message 1 has weight 1: it is context"),
         ({"messages": [ASKED, {**CALL, "train": True}, ASKED, ANSWER]}, "message 1 has train true: it is context"),
         ({"messages": [ASKED, ANSWER], "system": "S"}, "field 'system' does not reach the model"),
         ({**PAIR, "system_prompt": "S"}, "field 'system_prompt' does not reach the model"),
         ({**PAIR, "images": ["a.png"]}, "field 'images' is not empty: models read text only"),
-        (
-            {**PAIR, "prompt": [ASKED, CALL]},
-            "field 'prompt' must not end with a message of the assistant, .*'completion'",
-        ),
+        ({**PAIR, "prompt": [ASKED, CALL]}, "field 'prompt' must not end with a message of .*'completion'"),
         ({"prompt": "1 + 2", "messages": [ASKED, ANSWER]}, "'completion' must be .*; sft.prompt_field=messages takes"),
         ({**PAIR, "completion": [ANSWER]}, "field 'completion' must be a string, found list"),
         (
@@ -344,12 +335,11 @@ def test_a_training_is_shown_in_some_lines_and_each_step_has_a_row(tmp_path, cap
     assert [row["step"] for row in rows if "held-out" in row] == [50, 60]
 
 
-@pytest.mark.parametrize("every", [0, 2])
-def test_the_last_step_is_saved_before_the_result_also_where_its_save_has_failed(every):
+def test_the_last_step_is_saved_before_the_result_also_where_its_save_has_failed():
     """Without `checkpoint.every`, too: the last step's save is under way, in the directory that `finish` removes."""
     written: list = []
     trainer = object.__new__(SftTrainer)
-    trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(every=every))
+    trainer.config = SimpleNamespace(checkpoint=SimpleNamespace(every=0))
     trainer.world = SimpleNamespace(is_main=False, enter=lambda *_: None)
     trainer.policy, trainer.done = SimpleNamespace(has_stepped=True), 4
     trainer.nonfinite = SimpleNamespace(unsaved=lambda: None)

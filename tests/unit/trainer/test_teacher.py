@@ -12,6 +12,7 @@ from megatron_tlt.models.hf.config import ModelConfig
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.preflight import check_report
 from megatron_tlt.trainer.teacher import with_teacher_shape
+from tests.helpers.chat_models import edit_json
 from tests.helpers.mpi import ROOT
 from tests.helpers.tiny_models import random_weights
 
@@ -68,8 +69,7 @@ def another_vocabulary(folder: Path) -> None:
 
 
 def few_positions(folder: Path) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": 512}))
+    edit_json(folder / "config.json", max_position_embeddings=512)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.config import RopeScaling
+from tests.helpers.chat_models import edit_json
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
 from tests.helpers.mpi import ROOT
 
@@ -137,8 +138,7 @@ def test_a_checkpoint_of_adapters_is_described_and_verified(place, tmp_path, cap
 def test_what_is_left_out_or_not_compared_is_said(place, tmp_path, capsys):
     hf, mg, back = (str(tmp_path / name) for name in ("hf", "mg", "back"))
     shutil.copytree(place / "hf", hf)
-    about = json.loads((tmp_path / "hf/config.json").read_text())
-    (tmp_path / "hf/config.json").write_text(json.dumps(about | {"unheard_of": 3}))
+    edit_json(tmp_path / "hf/config.json", unheard_of=3)
     foreign = ["--config", hf, str(place / "foreign")]
     padding, compared = "125 of 256 vocabulary rows left out (padding)", "norms were not compared"
     for tool, arguments, says in (

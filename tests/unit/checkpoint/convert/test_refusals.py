@@ -22,6 +22,7 @@ from megatron_tlt.checkpoint.convert.to_hf import HfConversion
 from megatron_tlt.checkpoint.convert.to_megatron import MegatronConversion
 from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, ConfigError
+from tests.helpers.chat_models import edit_json
 from tests.helpers.converted import make_model, naive_megatron, save_foreign
 from tests.helpers.disk import files_of_at_most
 from tests.helpers.mpi import ROOT, fork_command, rank_environment
@@ -46,11 +47,6 @@ def hf(source, tmp_path):
 def mg(source, tmp_path):
     """A copy to spoil."""
     return shutil.copytree(source[2], tmp_path / "mg")
-
-
-def edit(directory, **fields):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | fields))
 
 
 def rewrite(directory, change):
@@ -107,16 +103,16 @@ def test_missing_torn_and_altered_shards_are_named(mg):
 
 
 def test_a_config_that_contradicts_the_checkpoint_is_refused(source, mg):
-    edit(mg, num_hidden_layers=6)
+    edit_json(mg / "config.json", num_hidden_layers=6)
     not_read(mg, "num_layers is 3, not 6")
     with pytest.raises(CheckpointError, match="of another model: family is 'qwen2', not 'qwen3'") as caught:
         TorchDistReader(mg).check(replace(HfDir(source[0]).config, family="qwen3", qk_norm=True, qkv_bias=False))
     assert "layernorm" not in str(caught.value)
     (mg / "release" / "manifest.json").unlink()  # without a manifest the tensors are compared
     not_read(mg, "has 3 layers, the configuration says 6")
-    edit(mg, num_hidden_layers=3, vocab_size=133)
+    edit_json(mg / "config.json", num_hidden_layers=3, vocab_size=133)
     not_read(mg, "embedding.word_embeddings.weight has shape (131, 96)")
-    edit(mg, vocab_size=131, tie_word_embeddings=False)
+    edit_json(mg / "config.json", vocab_size=131, tie_word_embeddings=False)
     not_read(mg, "missing: output_layer.weight")
     (mg / "config.json").unlink()
     not_read(mg, "--config")

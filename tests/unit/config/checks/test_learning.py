@@ -15,8 +15,6 @@ CONFIGS = [*sorted((ROOT / "configs/recipes").glob("*.yaml")), ROOT / "configs/q
     ("overrides", "named"),
     [
         ((), []),
-        (("name=dapo",), []),
-        (("ratio_clip_high=0.28",), ["ratio_clip_high = 0.28"]),
         (("ratio_clip_low=0.1", "ratio_clip_high=0.28", "name=dapo"), ["ratio_clip_low", "ratio_clip_high"]),
         (("ratio_clip_high=0.28", "mini_batches=2"), []),
         (("kl_estimator=k2",), ["kl_estimator = k2"]),
@@ -24,7 +22,6 @@ CONFIGS = [*sorted((ROOT / "configs/recipes").glob("*.yaml")), ROOT / "configs/q
         (("kl_estimator=k2", "name=distill"), ["kl_estimator = k2"]),
         (("kl_in=reward", "kl_coef=0.1", "kl_estimator=k2"), ["kl_estimator = k2"]),
         (("kl_in=reward", "kl_coef=0.1", "kl_estimator=k1"), []),
-        (("kl_in=reward", "kl_coef=0.1"), []),
         (("advantage_eps=1e-4",), []),
         (("advantage_eps=1e-4", "name=rloo"), ["advantage_eps = 0.0001"]),
         (("advantage_eps=1e-4", "name=dr_grpo"), ["advantage_eps = 0.0001"]),

@@ -359,7 +359,7 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
         ),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
-            "with sliding windows and no is_causal: false is causal",
+            "sliding windows and no is_causal",
         ),
         (
             {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
@@ -371,7 +371,6 @@ def test_a_reduced_vocabulary_is_read_and_its_export_drafts_no_other_token(tmp_p
         ({"mask_token_id": 151669}, "mask_token_id = 151669: must be a row of the policy's embedding"),
         ({"block_size": None}, "an entry of a block drafter is missing or wrong"),
         ({"target_layer_ids": [0, 2]}, r"fc.weight has shape \(64, 192\)"),
-        ({"target_layer_ids": [0, 2, 7]}, "must be ascending layers of 0 .. 6"),
     ],
 )
 def test_other_forms_are_refused_by_name(tmp_path: Path, entries: dict, says: str) -> None:
