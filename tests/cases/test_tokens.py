@@ -174,14 +174,14 @@ def test_a_template_that_ends_turns_without_a_stop_token_is_said(model: Path) ->
 def test_end_tokens_of_the_model_count_beside_a_tokenizer_of_another_directory(model: Path, tmp_path: Path) -> None:
     own = Path(shutil.copytree(model, tmp_path / "own"))
     for file in (own / "generation_config.json", own / "config.json", model / "config.json"):
-        edit(file, eos_token_id=0)
-    edit(own / "tokenizer_config.json", eos_token="<|pad|>")
+        edit_json(file, eos_token_id=0)
+    edit_json(own / "tokenizer_config.json", eos_token="<|pad|>")
     config = config_of(model)
     config = config.model_copy(update={"model": config.model.model_copy(update={"tokenizer": str(own)})})
     for ends, is_said in ([0, 2], False), (0, True):
-        edit(model / "generation_config.json", eos_token_id=ends)
+        edit_json(model / "generation_config.json", eos_token_id=ends)
         assert ("with '<|end|>', which is no stop token" in check_report(config, 1)) is is_said
-    edit(model / "generation_config.json", eos_token_id="end")
+    edit_json(model / "generation_config.json", eos_token_id="end")
     with pytest.raises(ConfigError, match=rf"model\.tokenizer = .*{model}/generation_config.json: eos_token_id"):
         check_report(config, 1)
 

@@ -6,7 +6,8 @@ micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, 
 
 * A decoder layer keeps for backward, as Korthikanti et al., arXiv 2205.05198, section 4, count GPT's, here for GQA,
   SwiGLU and attention without an A*T*T term: `T*e*(4H/s + (5A + 4K)*d/t + 3F/t)`. Each of two norms has its input and
-  its output; 5A + 4K is 3A + 3K without norms of queries and keys. On CPU attention's e is that of fp32.
+  its output; 5A + 4K is 3A + 3K without norms of queries and keys. On CPU the e of attention's own 3A + 3K is
+  that of fp32.
   In fp32 on CUDA keys and values are kept for each query head (`heads_for`), 2A more; of all ranks, c + 1 times.
 * Selective recompute: with `layernorm` no output of a norm is kept (`layer_spec: transformer_engine`), with `mlp_act`
   no activation, with `mlp` nothing of the MLP; full recompute (section 5): `T*e*H/s` a layer. What one layer computes
@@ -109,15 +110,17 @@ class _Part:
 
     def layer(self, shape: ArchitectureConfig, redone: Collection[str], has_experts: bool) -> float:
         """What a layer keeps for backward if the modules `redone` are computed again."""
-        a, k = (5, 4) if shape.family in ("qwen3", "qwen3_moe") else (3, 3)
+        a, k = 3, 3
         k += 2 * self.cp * (self.cp > 1 and self.gathers)
         if self.device == "cuda" and self.element == 4 and shape.num_heads > shape.num_kv_heads:
             a += 2 * (self.cp + (self.cp > 1))
         inner = 0 if "mlp" in redone else 2 if "mlp_act" in redone else 3
         width = shape.shared_expert_intermediate_size if has_experts else shape.intermediate_size
         heads = (a * shape.num_heads + k * shape.num_kv_heads) * shape.head_dim
+        has_norms = shape.family in ("qwen3", "qwen3_moe")  # of queries and keys
+        normed = has_norms * (2 * shape.num_heads + shape.num_kv_heads) * shape.head_dim
         norms = 4 - 2 * ("layernorm" in redone and self.redoes_norms)
-        wide = self.inner * heads + self.element * inner * width
+        wide = self.inner * heads + self.element * (normed + inner * width)
         kept = norms * self.stream(shape) + self.tokens * wide / self.tp
         if not has_experts or "mlp" in redone:
             return kept
