@@ -165,10 +165,10 @@ class RolloutBackend(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's measurements of its own speed. Mutates nothing."""
+        """What a resumed run must go on with: expected lengths of responses, JSON-able. Mutates nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned. Mutates selector and calibration."""
+        """Loads what `state_dict` returned. Mutates the history."""
 
     def release_weights(self) -> None:
         """Gives back the weights' memory, where the engine can, since nothing is generated before the next weight sync,

@@ -14,7 +14,7 @@ from typing import Any
 from lib.bench_record import ROOT
 from lib.training_runs import Rows, digests
 
-from megatron_tlt.observe.report_charts import NOT_IN_STEP
+from megatron_tlt.observe.runfiles import NOT_IN_STEP
 
 SPEC = "rollout.speculation"
 DRAFTER = ROOT / "assets/demo-drafter"

@@ -35,7 +35,6 @@ class BaseBackend:
     def __init__(self, weights: ServedWeights, history: ResponseHistory | None = None):
         """`history` keeps earlier responses; by default their lengths."""
         self._weights, self._history = weights, history or ResponseHistory(1, 0, _LENGTHS_MIB)
-        self._resumed: Mapping[str, Any] = {}  # the state that was loaded, until the first weight sync
 
     @property
     def policy_version(self) -> int:
@@ -79,28 +78,14 @@ class BaseBackend:
         self._history.remember(responses)
 
     def state_dict(self) -> dict[str, Any]:
-        """The history, JSON-able: lengths decide the order of prompts, which a resumed run must repeat. Engines of one
-        kind add what they have measured of drafts, by the drafter of `drafter_version`.
+        """The history, JSON-able: lengths decide the order of prompts, which a resumed run must repeat. What was
+        measured of drafts is not in it: the next start measures, perhaps on another machine.
         """
-        return {"history": self._history.state_dict(), "drafter_version": self.drafter_version}
+        return {"history": self._history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` returned; nothing of another engine, drafter or selector."""
-        if "history" in state:
-            self._history.load_state_dict(state["history"])
-        self._resumed = state
-        self._load_measured(state)
-
-    def _load_measured(self, state: Mapping[str, Any]) -> None:
-        """Loads what engines of this kind have measured of drafts. Mutates the engine."""
-
-    def _end_update(self) -> None:
-        """A weight sync is complete. A drafter that comes ends what was measured of the one before, but the first one
-        after `load_state_dict` may be that of the measurements: they go on. Mutates the engine.
-        """
-        resumed, self._resumed = self._resumed, {}
-        if resumed.get("drafter_version") == self.drafter_version:
-            self._load_measured(resumed)
+        """Loads what `state_dict` returned; ignores other entries, as checkpoints had them."""
+        self._history.load_state_dict(state["history"])
 
     def ordered(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """`prompts` in the order in which they should start, those with long earlier responses first; the same on every

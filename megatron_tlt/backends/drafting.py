@@ -24,7 +24,7 @@ Legend: B rows of a step, K drafted tokens of a row.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class StepDrafting:
         """`section` drafts with chains. `budget`: most tokens of a step. `tokens`: of the suffix drafter or of
         pre-rolled responses, where these draft. `agree` gives all ranks of an engine the first one's choice.
         """
-        self._kind, self._selector, self.tokens = section.drafts_by, build_selector(section), tokens
+        self._selector, self.tokens = build_selector(section), tokens
         self._budget, self._agree, self._clock = budget, agree, clock or _clock_of(device)
         self._counters = SpeculationCounters()
         self._choice = Choice(NO_DRAFT)  # of the last proposal
@@ -172,19 +172,6 @@ class StepDrafting:
         """The fields of `SpeculationStats` since the last call. Resets them."""
         self._read()
         return asdict(self._counters.take())
-
-    def state_dict(self) -> dict[str, Any]:
-        """What selector and calibration have learned."""
-        self._read()
-        state = {"drafter": self._kind, "selector": self._selector.state_dict()}
-        return state if self.tokens is None else state | self.tokens.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s, if it is of this kind of drafter."""
-        if state["drafter"] == self._kind:
-            self._selector.load_state_dict(state["selector"])
-            if self.tokens is not None and "calibration" in state:
-                self.tokens.load_state_dict(state)
 
 
 def _clock_of(device: torch.device) -> Callable[[], Any]:

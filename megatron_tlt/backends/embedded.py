@@ -143,18 +143,6 @@ class EmbeddedBackend(BaseBackend):
     def lookup_tables(self) -> tuple[Tensor, Tensor]:
         return self.engine.runner.decoder.lookup_tables()
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of selector and calibration, and lengths of responses, JSON-able. It changes the engine's speed and
-        the order of prompts, which a resumed run must repeat (docs/design/numerics.md says what depends on it).
-        """
-        speculator = self.engine.speculator
-        return ({} if speculator is None else speculator.state_dict()) | super().state_dict()
-
-    def _load_measured(self, state: Mapping[str, Any]) -> None:
-        speculator = self.engine.speculator
-        if speculator is not None and "drafter" in state:
-            speculator.load_state_dict(state)
-
     def begin_update(self, version: int) -> None:
         """Opens a weight sync of `version`; one that was open and never finished is given up."""
         assert self.engine.is_idle, "weights change only between rollouts"
@@ -186,7 +174,6 @@ class EmbeddedBackend(BaseBackend):
         self._weights.commit()
         if self.engine.speculator is not None:
             self.engine.speculator.policy_changed()
-        self._end_update()
 
     def take_stats(self) -> EngineStats:
         """Counters since the last call. Resets them."""

@@ -100,7 +100,6 @@ class RemoteWeights(BaseBackend):
                 raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
             self._weights.accept_drafter(version)
         self._weights.commit()
-        self._end_update()
 
     def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:
         """Returns when the engine has loaded them; with `sync.verify` the checksums of the tensors as they arrived."""

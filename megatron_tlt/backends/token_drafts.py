@@ -11,8 +11,8 @@ Legend: B rows of a step, K drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -171,12 +171,3 @@ class TokenDrafts:
             if count:
                 self._drafted.add(name)
         return lists
-
-    def state_dict(self) -> dict[str, Any]:
-        """The drafter's calibration, and what pre-rolled responses have taught."""
-        return {"calibration": self._drafter.state_dict(), "pre_rollouts": self.pre_rollouts.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s."""
-        self._drafter.load_state_dict(state["calibration"])
-        self.pre_rollouts.load_state_dict(state["pre_rollouts"])

@@ -5,7 +5,7 @@ RUN_DIR/checkpoints/step-000030/
                                                   (`actor/checkpoint.py`)
   manifest.json                                   model, versions, checksums of all files; under `extra` the loop's
                                                   state (`Job.state_dict`): step, position in the prompts,
-                                                  evaluations, selector statistics, mean lengths by prompt
+                                                  evaluations, mean lengths by prompt
   drafter.safetensors                             drafter, its mean and moments (`drafters/state_file.py`)
   carried.jsonl                                   responses that the next step continues (`carried_file.py`)
 RUN_DIR/checkpoints/latest                        name of the newest complete one

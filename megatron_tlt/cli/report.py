@@ -69,9 +69,9 @@ def _read(run_dir: Path) -> RunData:
     from megatron_tlt.resilience.status import read_status
 
     run, status = read_run(run_dir), read_status(run_dir)
-    if status.rows and not run.is_finished:
+    if status.rows:
         run.condition = status.condition
-        run.reasons = [] if status.condition == "running" else status.reasons
+        run.reasons = [] if status.condition in ("running", "finished") else status.reasons
     return run
 
 

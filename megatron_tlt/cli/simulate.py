@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.config.checks.files import output_file_problems, same_file_problems
 from megatron_tlt.errors import ConfigError
+from megatron_tlt.sim.result import MODES
 
 if TYPE_CHECKING:
     from megatron_tlt.config.sim import SimConfig
 
 SIMULATION = rb'\{\n "schema": "megatron-tlt/simulation/'  # how the result begins
-_MODES = ["off", "suffix", "tlt"]
+_USUAL = ["off", "suffix", "tlt"]
 
 
 def add_simulate(commands: Any) -> None:
@@ -25,7 +26,7 @@ def add_simulate(commands: Any) -> None:
     parser.add_argument(
         "--compare",
         metavar="MODES",
-        help=f"some of off, suffix, frozen, tlt, pre, tlt+pre; the first is the baseline (default: {','.join(_MODES)}; "
+        help=f"some of {', '.join(MODES)}; the first is the baseline (default: {','.join(_USUAL)}; "
         "of a run those of them that its engine has, frozen for tlt where it does not train, and tlt+pre where it does "
         "and pre-rolls)",
     )
@@ -80,13 +81,13 @@ def _load(
         run = load_config(path, overrides, Config)
         model = run.model.model_copy(update={"architecture": shape_of(run.model)})
         runs = on_nodes(with_teacher_shape(run.model_copy(update={"model": model})), nodes)
-        modes = modes or usual_modes(runs, _MODES)
+        modes = modes or usual_modes(runs, _USUAL)
         made = [simulation_of(each, modes) for each in runs]  # the memory plan is another on each
         return [simulation for simulation, _ in made], modes, made[0][1]
     config = load_config(path, overrides, SimConfig)
     if problems := list(check_sim(config)):
         raise ConfigError(problems)
-    return on_nodes(config, nodes), modes or _MODES, []
+    return on_nodes(config, nodes), modes or _USUAL, []
 
 
 def parse_modes(text: str) -> list[str]:

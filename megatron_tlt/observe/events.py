@@ -33,11 +33,10 @@ def events_path(run_dir: str | Path, rank: int) -> Path:
 
 
 class EventLog:
-    """Event log of one rank, and totals of its spans in memory."""
+    """Event log of one rank, and seconds of its spans in memory."""
 
     def __init__(self, run_dir: str | Path, rank: int):
         self.rank = rank
-        self.phase_totals: dict[str, float] = defaultdict(float)  # seconds by span name since the start
         self._step_totals: dict[str, float] = defaultdict(float)
         self._lines: list[str] = []
         self._path = events_path(run_dir, rank)
@@ -68,7 +67,6 @@ class EventLog:
             raise
         finally:
             seconds = time.perf_counter() - begin
-            self.phase_totals[name] += seconds
             self._step_totals[name] += seconds
             self._add(started, step, "span", name, attrs, seconds)
             if "error" in attrs:

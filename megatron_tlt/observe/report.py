@@ -11,20 +11,19 @@ from megatron_tlt.observe.equal_rewards import equal_rewards_warning
 from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
 from megatron_tlt.observe.report_charts import charts_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
-from megatron_tlt.observe.summary import mean_and_error
+from megatron_tlt.observe.summary import accuracy, figures, when
 
 _VALUE_CHARACTERS = 90  # of a setting
 _TEXT_CHARACTERS = 6000  # of a prompt or a response
 _REFUSED_CHARACTERS = 200  # of one refused draft
 _SAMPLES = 60
-_NEXT_TO_NONE = 0.05  # share of time or tokens
 _SAMPLE_STEPS = 12
 
 
 def run_page(run: RunData) -> Page:
     """The report of one run. Raises ConfigError where none of its metrics can be read."""
     require_metrics(run)
-    page = Page(f"Run {run.name}", subtitle(run), stats=list(_stats(run)))
+    page = Page(f"Run {run.name}", subtitle(run), stats=[Stat(*figure) for figure in figures(run)])
     if not run.steps:
         before = "".join(f" Evaluated {when(row)}: {accuracy(row)}." for row in run.evals[:1])
         page.headline = f"No step is done yet: charts appear with the first one.{before}"
@@ -56,87 +55,6 @@ def subtitle(run: RunData) -> str:
     algorithm = str(run.config.get("algorithm", {}).get("name", ""))
     ranks = f"{run.num_ranks} rank{'s' * (run.num_ranks != 1)}"
     return " · ".join(part for part in (model, algorithm, ranks, state_of(run)) if part)
-
-
-def accuracy(row: JsonRow) -> str:
-    """Held-out accuracy of an evaluation, with its standard error where that is known."""
-    return mean_and_error(row.get("eval/pass@1") or 0, row.get("eval/stderr"))
-
-
-def when(row: JsonRow) -> str:
-    """The step after which an evaluation was made."""
-    return f"after step {row['step']}" if row["step"] else "before the first step"
-
-
-def seconds_text(seconds: float) -> str:
-    """Seconds as "0.133 s", "12.3 s", "2 min 5 s" or "2 h 1 min": to 3 digits, as ratios of them are shown."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def _stats(run: RunData) -> Iterator[Stat]:
-    """The numbers at the top of the page."""
-    if total := run.total("time/step"):
-        label = f"{run.last_step}" if run.num_steps is None else f"{run.last_step} / {run.num_steps}"
-        whole = run.column("time/step", run.whole_steps)[1]
-        each = f"{seconds_text(sum(whole) / len(whole))} each, " if whole else ""
-        yield Stat("steps", label, f"{each}{seconds_text(total)}")
-    if run.evals:
-        before = f"from {accuracy(run.evals[0])}" if len(run.evals) > 1 else when(run.evals[0])
-        yield Stat("held-out accuracy", accuracy(run.evals[-1]).partition(" ")[0], before)
-    if reward := run.column("reward/mean")[1]:
-        yield Stat("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step")
-    if failed := run.total("reward/failures"):
-        yield Stat("rewards failed", f"{failed:,.0f}", "of all steps: recorded as rewards.failure_value")
-    tokens, rollouts = run.total("engine/generated_tokens"), run.total("time/rollout") + run.total("time/idle")
-    if tokens and rollouts:
-        yield Stat("rollout", f"{tokens / rollouts:,.0f}", "tokens/s, all ranks")
-    if rows := run.total("engine/spec_row_steps"):
-        emitted = run.total("engine/spec_emitted_tokens")
-        share = emitted / max(1.0, tokens)
-        note = f"{share:.0%} of tokens in steps with a draft"
-        note += ": few requests had a draft, or plain decoding was faster" if share < _NEXT_TO_NONE else ""
-        yield Stat("accepted length", f"{emitted / rows:.2f}", note)
-    idle = run.total("idle/seconds")
-    if used := run.total("idle/recovered_seconds"):
-        note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks"
-        yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
-    if pre_rolling := run.total("pre_rollout/seconds"):
-        note = f"{seconds_text(pre_rolling)}, {run.total('pre_rollout/tokens'):,.0f} tokens"
-        if accepted := run.total("engine/spec_pre_rolled_accepted"):
-            note += f"; {accepted / max(1.0, tokens):.0%} of all tokens were pre-rolled"
-        yield Stat("idle time that pre-rolled", f"{pre_rolling / max(idle, pre_rolling):.0%}", note)
-    if parked := run.total("engine/parked_seconds"):
-        used = run.total("env/recovered_seconds")
-        note = f"all ranks; the drafter trained in {seconds_text(used)} of it"
-        yield Stat("waiting for environments", seconds_text(parked), note)
-    if unfinished := run.column("carry_over/unfinished")[1]:
-        age = run.mean("carry_over/token_age")
-        note = f"responses after the last step; trained tokens are {age:.2f} updates old"
-        yield Stat("carried over", f"{unfinished[-1]:.0f}", note)
-    yield from _tail(run)
-
-
-def _tail(run: RunData) -> Iterator[Stat]:
-    """How much of the rollouts is a tail, in which some rank waits for others or few responses run.
-
-    Drafts for few responses and training in idle time have no more than that to win from.
-    """
-    rollouts, steps = run.total("time/rollout") + run.total("time/idle"), run.total("time/step")
-    medians = run.column("length/median")[1]
-    if not rollouts or not medians or steps <= rollouts:
-        return
-    longest = sum(run.column("length/max")[1]) / max(1.0, sum(medians))
-    tail, waiting = run.seconds_some_rank_waits() / rollouts, run.total("time/idle") / rollouts
-    note = f"of the rollouts some rank waits, {waiting:.0%} of all ranks' time; longest response {longest:.1f} x median"
-    if tail < _NEXT_TO_NONE and longest < 2:  # else few responses run at a rollout's end, also on a single rank
-        yield Stat("rollouts have no tail", f"{tail:.0%}", f"{note}: TLT has next to nothing to win")
-    else:
-        limit = steps / (steps - rollouts)
-        yield Stat("tail of the rollouts", f"{tail:.0%}", f"{note}; without rollouts steps were {limit:.1f}x as fast")
 
 
 def settings(run: RunData) -> Iterator[tuple[str, str]]:

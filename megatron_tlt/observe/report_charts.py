@@ -24,7 +24,6 @@ PHASE_COLOURS = {
     "merge": colours.AMBER,
     "weight_sync": colours.BROWN,
 }
-NOT_IN_STEP = {"step", "log", "eval", "checkpoint"}  # of `time/`: the step itself, and what is in no `time/step`
 STATES = {
     "BUSY": colours.BLUE,
     "WAITING": colours.PURPLE,
@@ -77,8 +76,7 @@ def _acceptance(run: RunData) -> Iterator[Chart]:
 
 def phases_of(run: RunData) -> dict[str, list[float]]:
     """Seconds of each phase in each step (0 where it did not run), means over the ranks, in the order of a step."""
-    names = {name.removeprefix("time/") for row in run.steps for name in row if name.startswith("time/")}
-    names -= NOT_IN_STEP
+    names = run.phases
     ordered = [name for name in PHASE_COLOURS if name in names] + sorted(names - PHASE_COLOURS.keys())
     return {name: [row.get(f"time/{name}") or 0.0 for row in run.steps] for name in ordered}
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from megatron_tlt.errors import aligned, shortened
-from megatron_tlt.observe.report import accuracy, cut_value, seconds_text, settings, state_of, subtitle, when
+from megatron_tlt.observe.report import cut_value, settings, state_of, subtitle
 from megatron_tlt.observe.report_charts import phases_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
+from megatron_tlt.observe.summary import accuracy, seconds_text, when
 
 Pair = tuple[RunData, RunData]
 

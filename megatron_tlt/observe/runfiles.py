@@ -20,9 +20,9 @@ from megatron_tlt.observe.events import events_path, step_of
 from megatron_tlt.observe.jsonl import JsonRow, SkippedLines, read_rows
 from megatron_tlt.observe.metrics import METRICS_FILE, OF_RANK
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
-from megatron_tlt.observe.summary import SUMMARY_FILE
 
 CONFIG_FILE = "config.json"
+NOT_IN_STEP = {"step", "log", "eval", "checkpoint"}  # of `time/`: the step itself, and what is in no `time/step`
 _STEP_OF_ROW = re.compile(rb'\{"step":(\d+),')  # how `StepFile` begins a line
 _EVENT = {"ts": int | float, "step": int | None, "kind": str, "name": str}
 _FIELDS: dict[str, dict[str, type | UnionType]] = {
@@ -44,13 +44,12 @@ class RunData:
     evals: list[JsonRow]
     """Rows that are evaluations, by step."""
     rollouts: list[JsonRow]
-    summary: JsonRow | None
     ranks: list[int]
     """Those that have an event log: of every start."""
     skipped: SkippedLines = field(default_factory=dict)
     """Grows as events and samples are read."""
     condition: str = ""
-    """What the status files say of a run that has not made all its steps, as `RunStatus.condition`."""
+    """What the status files say, as `RunStatus.condition`; empty: there are none."""
     reasons: list[str] = field(default_factory=list)
     """Why it ended."""
 
@@ -76,6 +75,12 @@ class RunData:
         return sum(name.startswith(OF_RANK) for name in last) or len(self.ranks)
 
     @property
+    def phases(self) -> set[str]:
+        """Names of the phases within steps."""
+        names = {name.removeprefix("time/") for row in self.steps for name in row if name.startswith("time/")}
+        return names - NOT_IN_STEP
+
+    @property
     def whole_steps(self) -> list[JsonRow]:
         """Rows of the steps that generated all of their responses: of others a restart read some from the rollout
         cache, so their seconds are of less work.
@@ -84,8 +89,8 @@ class RunData:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has made all its steps. A summary from before a resume does not count."""
-        return self.summary is not None and (self.num_steps is None or self.last_step >= self.num_steps)
+        """Whether the run has made all its steps; status files, if there are any, say that it has ended well, too."""
+        return self.condition in ("", "finished") and self.num_steps is not None and self.last_step >= self.num_steps
 
     @property
     def warnings(self) -> list[str]:
@@ -182,7 +187,6 @@ def read_run(run_dir: str | Path, with_rollouts: bool = True) -> RunData:
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
         rows(ROLLOUTS_FILE) if with_rollouts else [],
-        _object(folder / SUMMARY_FILE, skipped),
         ranks_of(folder),
         skipped,
     )

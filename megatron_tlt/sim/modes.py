@@ -12,11 +12,10 @@ from megatron_tlt.config.sim import SimConfig
 from megatron_tlt.errors import ConfigError
 from megatron_tlt.sim.cluster import weight_passes
 from megatron_tlt.sim.limits import check_limits
-from megatron_tlt.sim.result import Comparison, Point, SimResult
+from megatron_tlt.sim.result import MODES, Comparison, Point, SimResult
 from megatron_tlt.sim.simulate import Simulation
 from megatron_tlt.sim.trace import Lengths
 
-MODES = ("off", "suffix", "frozen", "tlt", "pre", "tlt+pre")
 AnyConfig = TypeVar("AnyConfig", Config, SimConfig)
 
 

@@ -8,18 +8,12 @@ from pathlib import Path
 from megatron_tlt.observe import colours
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.page import Chart, Page, PageSection, Part, Stat, Table, bar, line
-from megatron_tlt.sim.result import SIM_PHASES, Point, SimResult
+from megatron_tlt.sim.result import MODES, SIM_PHASES, Point, SimResult
 from megatron_tlt.sim.tables import HUNDRED_STEPS, headline, largest, nodes_text, point_table
 
 _COLOURS = (colours.BLUE, colours.GREY, colours.OLIVE, colours.PURPLE, colours.GREEN, colours.BROWN)  # of phases
-_OF_MODE = {
-    "off": colours.BLUE,
-    "suffix": colours.ORANGE,
-    "frozen": colours.PURPLE,
-    "tlt": colours.GREEN,
-    "pre": colours.AMBER,
-    "tlt+pre": colours.RED,
-}  # the same in every chart
+_HUES = (colours.BLUE, colours.ORANGE, colours.PURPLE, colours.GREEN, colours.AMBER, colours.RED)
+_OF_MODE = dict(zip(MODES, _HUES, strict=True))  # the same in every chart
 Bar = tuple[str, list[float], str]  # name, a value for each point, colour
 
 

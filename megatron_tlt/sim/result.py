@@ -18,6 +18,7 @@ from typing import Any
 from megatron_tlt.observe.files import write_atomically
 
 SCHEMA = "megatron-tlt/simulation/2"
+MODES = ("off", "suffix", "frozen", "tlt", "pre", "tlt+pre")  # ways of running: `modes.in_mode`
 SIM_PHASES = ("rollout", "stop", "score", "logprobs", "update", "weight_sync")
 """In order. rollout: until the slowest replica is done; stop: until training and pre-rollouts have stopped, and every
 rank has these."""

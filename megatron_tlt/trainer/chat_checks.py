@@ -1,4 +1,4 @@
-"""A run's chat template, stop strings and reward patterns against its tokenizer.
+"""A run's chat template and stop strings against its tokenizer.
 
 `check` and every start call it; a tokenizer that is not on this machine is not looked at.
 """
@@ -14,7 +14,7 @@ from megatron_tlt.config.root import Config, TrainingConfig
 from megatron_tlt.data.chat import Messages, with_system
 from megatron_tlt.data.chat_template import ChatTemplate
 from megatron_tlt.data.rendered_prompts import rendered_warning
-from megatron_tlt.data.special_tokens import pattern_problem, stop_problems
+from megatron_tlt.data.special_tokens import stop_problems
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turn_form import THOUGHT_BEGIN, opens_thought, read_turn_form
 from megatron_tlt.errors import CheckpointError, ConfigProblem, DataError, shortened
@@ -26,11 +26,11 @@ Renderer: TypeAlias = Callable[[str | Messages, Sequence[dict[str, Any]]], str]
 
 
 def chat_problems(config: TrainingConfig) -> list[ConfigProblem]:
-    """A chat template that cannot be used, variables without one, and special tokens in stop strings and patterns."""
+    """A chat template that cannot be used, variables without one, and special tokens in stop strings."""
     tokenizer, rl = tokenizer_here(config), config.rl
     if tokenizer is None:
         return []
-    problems = [] if rl is None else _special_token_problems(rl, tokenizer)
+    problems = [] if rl is None else [*stop_problems("rollout.stop", rl.rollout.stop, tokenizer.special_tokens)]
     render, unusable = prompt_renderer(config)
     if render is not None and rl is not None and rl.data.train.path is None:
         try:
@@ -170,10 +170,3 @@ def prompt_renderer(config: TrainingConfig) -> tuple[Renderer | None, list[Confi
         return template.render(with_system(messages, system), tools)
 
     return render, []
-
-
-def _special_token_problems(config: Config, tokenizer: HFTokenizer) -> list[ConfigProblem]:
-    functions, special = config.rewards.functions, tokenizer.special_tokens
-    patterns = {f"rewards.functions.{i}.pattern": f.pattern for i, f in enumerate(functions) if f.pattern is not None}
-    found = [pattern_problem(field, pattern, special) for field, pattern in patterns.items()]
-    return [*stop_problems("rollout.stop", config.rollout.stop, special), *filter(None, found)]

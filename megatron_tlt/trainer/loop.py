@@ -157,7 +157,7 @@ class RLTrainer(Job):
         return self.evaluator is not None and is_scheduled and not (done and done[-1].step == step)
 
     def finish(self) -> None:
-        """The last checkpoint, also where its save was put off, and the summary."""
+        """The last checkpoint, also where its save was put off, and the final tables."""
         with self.phase("checkpoint"):
             if self.policy.has_stepped:
                 # After an update that was skipped the weights are those before it; older checkpoints stay beside it.

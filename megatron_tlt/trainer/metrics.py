@@ -33,7 +33,8 @@ from megatron_tlt.observe.rollouts import (
     sample_rows,
     step_row,
 )
-from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary, write_summary
+from megatron_tlt.observe.runfiles import read_run
+from megatron_tlt.observe.summary import print_summary
 from megatron_tlt.trainer.acceptance import AcceptanceMonitor
 from megatron_tlt.trainer.turn_metrics import failure_warning, turn_metrics
 from megatron_tlt.types import EngineStats
@@ -54,8 +55,6 @@ _GRAPH_COUNTERS = ("graph_replays", "graph_misses")
 _SPEC_COUNTERS = ("row_steps", "drafted_tokens", "accepted_tokens", "emitted_tokens")
 _PRE_ROLLED = ("pre_rolled_rows", "pre_rolled_drafted", "pre_rolled_accepted")
 _DRAFTER = ("loss", "accept/1")  # of the micro-steps' metrics
-_IDLE_TOTALS = ("idle/seconds", "idle/recovered_seconds", "pre_rollout/seconds", "drafter/steps")
-_SUMMED = ("engine/generated_tokens", *_IDLE_TOTALS)
 
 
 class RunMetrics:
@@ -84,11 +83,9 @@ class RunMetrics:
         self._samples: StepFile | None = None
         self._rollouts: StepFile | None = None
         self._responses: StepFile | None = None
-        self._first_step = 0
         self._step = 1  # the step under way, from 1, until the next one begins
         self._steps_done = 0  # when it began: its number in events, also of what follows its update
-        self._started = self._step_started = time.perf_counter()
-        self._totals: dict[str, float] = dict.fromkeys(_SUMMED, 0.0)  # over the steps since the start
+        self._step_started = time.perf_counter()
         self._acceptance = AcceptanceMonitor()
         self._equal_rewards = EqualRewards(config.algorithm.name)
         self._may_warn_of_threshold = world.is_main and config.rewards.is_of_unknown_scale
@@ -113,7 +110,6 @@ class RunMetrics:
             directory = self._run_dir / RESPONSES_DIR
             directory.mkdir(mode=0o700, exist_ok=True)
             self._responses = StepFile(rank_file(directory, self.world.rank), steps_done)
-        self._first_step, self._started = steps_done, time.perf_counter()
         if steps_done:
             self._progress.note(f"resumed after step {steps_done}")
 
@@ -188,8 +184,6 @@ class RunMetrics:
         row |= {"time/step": seconds} | _rollout_rates(row, all_phases)
         row |= _acceptance(row) | _stop_time(row)
         self._warn(row, groups)
-        for name in _SUMMED:
-            self._totals[name] += row.get(name, 0.0)
         if self._metrics is not None:
             self._metrics.log(step, row)
         if self._rollouts is not None:
@@ -252,36 +246,17 @@ class RunMetrics:
         )
 
     def finish(self, checkpoint: Path | None) -> None:
-        """Prints the final tables and writes summary.json. Collective."""
-        seconds = time.perf_counter() - self._started
-        phases = self.world.all_gather_object(dict(self._events.phase_totals))
+        """Prints the final tables."""
         self._progress.close()
         if not self.world.is_main:
             return
-        accuracies = [Accuracy(e.step, e.pass_at["1"], e.stderr, e.num_prompts) for e in self.state.evaluations]
         paths = {"metrics": self._run_dir / METRICS_FILE, "events": self._run_dir / "events"}
         if self._config.observe.tensorboard:
             paths["TensorBoard"] = self._run_dir / TENSORBOARD_DIR
         if checkpoint is not None:
             paths["checkpoint"] = checkpoint
-        tokens, idle, recovered, pre_rolled, drafter_steps = (self._totals[name] for name in _SUMMED)
-        summary = RunSummary(
-            num_steps=self._config.train.num_steps - self._first_step,
-            seconds=seconds,
-            phases=phases[0],
-            generated_tokens=int(tokens),
-            rollout_seconds=phases[0].get("rollout", 0.0) + phases[0].get("idle", 0.0),
-            idle_fractions=[of_rank.get("idle", 0.0) / seconds for of_rank in phases],
-            idle_seconds=idle,
-            recovered_seconds=recovered,
-            pre_rolled_seconds=pre_rolled,
-            drafter_steps=int(drafter_steps),
-            before=accuracies[0] if accuracies else None,
-            after=accuracies[-1] if accuracies else None,
-            paths={name: str(path) for name, path in paths.items()},
-        )
-        write_summary(summary, self._run_dir)
-        print_summary(summary, Console(highlight=False, markup=False, emoji=False))
+        run = read_run(self._run_dir, with_rollouts=False)
+        print_summary(run, paths, Console(highlight=False, markup=False, emoji=False))
 
     def close_display(self) -> None:
         """Removes the live line."""

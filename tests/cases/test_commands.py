@@ -186,17 +186,11 @@ def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypa
     assert f"{field} = " in capsys.readouterr().err
 
 
-BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefg", "bcdefgh", strict=True)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
-    [(BOMB, "has more than"), ("a: &a [*a]\n", "within itself"), (f"a: {'[' * 900}{']' * 900}", "nested too deep")],
+    [("a: &a [*a]\n", "within itself"), (f"a: {'[' * 900}{']' * 900}", "nested too deep")],
 )
-def test_a_file_of_endless_values_is_refused_at_once(text, said):
-    """Before, a few aliases in aliases kept the command busy for minutes."""
+def test_a_file_without_an_end_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):
         parse_yaml(text, "x.yaml")
 

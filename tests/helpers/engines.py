@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -202,12 +202,6 @@ class OracleDrafter:
     def end_generate(self) -> None:
         assert not self.live
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         counts, tokens, likely = [], [], []
         for row, length in enumerate(lengths.tolist()):
@@ -250,12 +244,6 @@ class RandomSelector:
         assert (measurement.accepted[:1] <= measurement.num_running).all()
         self.emitted += measurement.num_emitted
         self.rows += measurement.num_running
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 def attach(engine: Engine, drafter, selector) -> Speculator:

@@ -75,8 +75,6 @@ def write_run(
             run_dir / "samples.jsonl",
             (to_line(row) for s in range(steps) for row in _samples(s + 1, speculation, turns)),
         )
-    if done:
-        (run_dir / "summary.json").write_text(json.dumps({"num_steps": steps}))
     return run_dir
 
 

@@ -6,7 +6,6 @@ and vLLM's matrix products differ in the last bits between batch shapes (docs/re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -65,11 +64,3 @@ class VllmBackend(RemoteBackend):
             torch.cuda.empty_cache()
             self.process.call("wake", tags=[what])
             self._asleep.remove(what)
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.process.is_alive:  # killed at a signal, and the checkpoint must not fail; the next start measures
-            return super().state_dict()
-        return super().state_dict() | {"vllm": self.process.call("speculation")["state"]}
-
-    def _load_measured(self, state: Mapping[str, Any]) -> None:
-        self.process.call("load_speculation", state=state.get("vllm", {}))

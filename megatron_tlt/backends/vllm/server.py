@@ -19,8 +19,6 @@ policy drew with the same key: it drafts), the responses to an abort the tokens 
 | start(llm, hidden_bytes, max_requests, max_len, speculation, routed_experts, | reply |
 | verify_rows, directory, tokenizer, stop, beat_s) | |
 | sleep_cache(), sleep_weights(), wake(tags) | reply, once memory is given back or there again |
-| speculation() | reply(state), of selector and calibration |
-| load_speculation(state) | reply |
 """
 
 from __future__ import annotations
@@ -290,15 +288,6 @@ class VllmHost(EngineHost):
     async def do_stats(self, _: Message) -> Message:
         """Steps and drafts since the last call."""
         return dict(await self._rpc("tlt_stats"))
-
-    async def do_speculation(self, _: Message) -> Message:
-        """State of selector and calibration."""
-        return {"state": await self._rpc("tlt_speculation")}
-
-    async def do_load_speculation(self, message: Message) -> Message:
-        """Loads their state of an earlier run."""
-        await self._rpc("tlt_load_speculation", message["state"])
-        return {}
 
     @staticmethod
     def _end_of(engine: Any) -> Any:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from statistics import median
-from typing import Any
 
 from megatron_tlt.rollout.speculation.step_costs import Expected
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, StepMeasurement
@@ -80,23 +79,3 @@ class BucketedEpsilonGreedy:
     def policy_changed(self) -> None:
         """Exploration begins anew: an arm that has lost may win by now, as the drafter or its history has grown."""
         self._steps = [0 for _ in self._thresholds]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Rewards by bucket and arm, steps by bucket."""
-        return {
-            "selector": "beg_mab",
-            "thresholds": self._thresholds,
-            "rewards": [{name: list(recent) for name, recent in bucket.items()} for bucket in self._rewards],
-            "steps": self._steps[:],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; ignores that of another selector or of other buckets. New arms start unplayed."""
-        if state.get("selector") != "beg_mab" or state["thresholds"] != self._thresholds:
-            return
-        self._steps = list(state["steps"])
-        for bucket, saved in enumerate(state["rewards"]):
-            for name in self.arms.keys() & saved.keys():
-                rewards = deque[float](saved[name], maxlen=_WINDOW)
-                self._rewards[bucket][name] = rewards
-                self._scores[bucket][name] = median(rewards) if rewards else inf

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -48,12 +47,6 @@ class Drafter(Protocol):
         """The engine is idle: frees the state of the call. Mutates, but for the default."""
         return
 
-    def state_dict(self) -> dict[str, Any]:
-        """Calibration, for checkpoints."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-
 
 class NoDrafter(Drafter):
     """Drafts nothing."""
@@ -67,10 +60,4 @@ class NoDrafter(Drafter):
         return
 
     def observe(self, draft: Draft, reached: np.ndarray, accepted: np.ndarray) -> None:
-        return
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return

@@ -30,10 +30,8 @@ Torch-free, no clock of its own. Legend: B running requests, T rows fed to the p
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,8 +45,6 @@ from megatron_tlt.rollout.speculation.step_costs import (
     least_squares,
 )
 from megatron_tlt.types import NO_DRAFT, DraftedBy, DraftStrategy, StepMeasurement
-
-_log = logging.getLogger(__name__)
 
 EXPLORATION = 0.01  # share of the time that trials may lose
 _HYSTERESIS = 0.03  # gain in tokens per second: an interval's median has an error of a few percent
@@ -295,34 +291,3 @@ class CostModelSelector:
             if c.length
         ]
         return Costs(fit_steps(measured), least_squares(drafts, 3))
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """Measurements and decisions, without the steps of unfinished intervals."""
-        return {
-            "selector": "cost_model",
-            "lengths": self._lengths,
-            "slowdown": self._slowdown,
-            "is_new": self._is_new,
-            "last_trial": self._last_trial,
-            "acceptance": asdict(self._acceptance),
-            "buckets": [asdict(bucket) | {"measured": []} for bucket in self._buckets.values()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; ignores that of another selector, draft length or format, and logs it."""
-        own = self.state_dict()
-        if state.keys() != own.keys() or any(state[name] != own[name] for name in ("selector", "lengths")):
-            _log.info("the saved strategy selector was another one: this one starts without measurements")
-            return
-        self._slowdown, self._last_trial = float(state["slowdown"]), float(state["last_trial"])
-        self._is_new = bool(state["is_new"])
-        self._acceptance = AcceptanceCounts(**state["acceptance"])
-        for saved in state["buckets"]:
-            bucket = self._buckets[saved["key"]] = _Bucket(**saved)
-            bucket.candidates = [Candidate(**candidate) for candidate in saved["candidates"]]
-            bucket.acceptance = AcceptanceCounts(**saved["acceptance"])
-            bucket.costs = Costs(**saved["costs"])
-            bucket.strategy = DraftStrategy(**saved["strategy"])
-            bucket.measured = []

@@ -8,8 +8,6 @@ only, no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -84,18 +82,3 @@ class MatchRates:
             below = np.minimum.accumulate(rates[:, ::-1], axis=1)[:, ::-1]
             rates = (above + below) / 2
         np.clip(rates, _LOWEST, _HIGHEST, out=self.rates, casting="same_kind")
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counts. Brings the rates up to date first."""
-        if self._waiting:
-            self._refresh()
-        return {"counts": self._counts.tolist(), "calls": self._calls}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict` of a table of the same shape (ValueError otherwise)."""
-        counts = np.asarray(state["counts"], np.float64)
-        if counts.shape != self._counts.shape:
-            raise ValueError(f"match counts have shape {counts.shape}, not {self._counts.shape}")
-        self._counts, self._calls = counts, int(state["calls"])
-        self._waiting, self._waiting_tokens = [], 0
-        self._estimate()

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 
@@ -299,14 +299,6 @@ class PreRolledDrafter:
         first = np.cumsum(lengths) - lengths
         acceptance = np.exp(summed - before[first[row_of]]).astype(np.float32)
         return Draft(lengths, self._tokens[of, self._place[of] + within], acceptance)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Match rates."""
-        return {"rates": self._rates.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`."""
-        self._rates.load_state_dict(state["rates"])
 
 
 def _flat(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,8 +6,7 @@ of plain decoding, whatever was drafted. Torch-free and without a clock: seconds
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.rollout.speculation.bandit import BucketedEpsilonGreedy
@@ -43,14 +42,6 @@ class StrategySelector(Protocol):
 
     def policy_changed(self) -> None:
         """A weight sync is complete. By default nothing changes."""
-        return
-
-    def state_dict(self) -> dict[str, Any]:
-        """Measurements: numbers, strings, lists and dicts."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; ignores the state of another selector."""
         return
 
 

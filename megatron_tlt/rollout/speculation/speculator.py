@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -215,19 +215,3 @@ class Speculator:
         """Allocates the drafter's cache again, after the runner's."""
         if self.trained is not None:
             self.trained.resume()
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of selectors and calibrations."""
-        return {
-            "drafter": self.drafter.kind,
-            "selector": self.selector.state_dict(),
-            "calibration": self.drafter.state_dict(),
-            "pre_rollouts": self.pre_rollouts.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`: of pre-rollouts, and if it is of this kind of drafter the rest."""
-        if state["drafter"] == self.drafter.kind:
-            self.selector.load_state_dict(state["selector"])
-            self.drafter.load_state_dict(state["calibration"])
-        self.pre_rollouts.load_state_dict(state["pre_rollouts"])

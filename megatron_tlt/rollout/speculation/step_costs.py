@@ -100,7 +100,7 @@ class RowCosts:
     """Seconds of decoding steps by their requests and rows, from every step that was recorded.
 
     Steps are gathered in cells, plain and verifying ones apart, of B and of T from 2^(k-1) to 2^k - 1; the costs are
-    fitted to the cells' means. No checkpoint keeps them: the next start may be on another machine.
+    fitted to the cells' means.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -162,14 +160,6 @@ class SuffixDrafter:
         self._sequences.clear()
         self._unread.clear()
         self._arrays.handles[:] = _NONE
-
-    def state_dict(self) -> dict[str, Any]:
-        """Match rates. The tries are not part of it: they fill again within a step."""
-        return {"rates": self._calibration.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes `state_dict`'s. Raises ValueError for another shape."""
-        self._calibration.load_state_dict(state["rates"])
 
     def _prompt(self, request: Request) -> _Sequence:
         """The prompt's sequence, in a trie of its own that is made for its first request, with earlier responses."""

@@ -10,8 +10,7 @@ Legend: B rows, T pairs, N drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -101,14 +100,6 @@ class TrainedDrafter(Drafter):
     def weights_changed(self) -> None:
         """The decoder has loaded other weights: match rates of those before weigh little. Mutates."""
         self._match_rates.fade()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Match rates by gap."""
-        return self._match_rates.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`'s match rates. Mutates."""
-        self._match_rates.load_state_dict(state)
 
     def propose(self, rows: RunningRows, lengths: np.ndarray, strategy: DraftStrategy) -> Draft:
         if not lengths.any():

@@ -98,7 +98,7 @@ def test_match_rates_count_what_vllm_verified(fed: int, accepted: int, missed: i
     out = np.array([[*TEXT[4 : 4 + accepted], *[1] * (4 - accepted)]], np.int32)
     counts = np.array([4]), np.array([fed]), np.array([accepted])
     b.note(["b"], lambda _: Began(PROMPT, [], 5, LIMIT, []), keys, cold, *counts, out, np.array([True]))
-    assert np.array(b.state_dict()["calibration"]["rates"]["counts"]).sum(0).tolist() == [missed, accepted]
+    assert b._drafter._calibration._counts.sum(0).tolist() == [missed, accepted]
 
 
 def test_rows_draft_from_their_own_pre_rolled_responses_each_as_far_as_it_goes() -> None:
@@ -139,5 +139,5 @@ def test_the_drafter_drafts_for_rows_without_a_place() -> None:
         note(b, "bca", [t, t, len(TEXT) + t], [token, token, 1], pre_rolled=pre_rolled)
     assert propose(b)[:2] == [TEXT[4:7], [30, 29]]
     assert note(b, "cb", [4, 4], [30, TEXT[4]]) == [True, False]
-    counts = np.array(b.state_dict()["calibration"]["rates"]["counts"])
+    counts = b._drafter._calibration._counts
     assert counts.sum() == 0, "no token was fed, and none of another source is the drafter's"

@@ -1,6 +1,5 @@
 import io
 import logging
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +8,10 @@ from rich.console import Console
 from megatron_tlt.observe import log
 from megatron_tlt.observe.progress import TERMINAL_VARIABLE, build_progress, step_line
 from megatron_tlt.observe.rollouts import sample_rows
-from megatron_tlt.observe.summary import Accuracy, RunSummary, print_summary
+from megatron_tlt.observe.runfiles import read_run
+from megatron_tlt.observe.summary import print_summary
 from megatron_tlt.types import GenerateCall, Prompt, RewardResult, Sample, SampleGroup, SamplingParams
+from tests.helpers.synthetic_run import write_run
 
 METRICS = {
     "time/step": 2.0,
@@ -117,29 +118,9 @@ def test_samples_show_the_best_and_the_worst_response():
     assert rows[0]["response"] == "response 1"
 
 
-def test_the_summary_shows_what_was_learned_and_where_the_time_went():
-    stream = io.StringIO()
-    summary = RunSummary(
-        num_steps=20,
-        seconds=100.0,
-        phases={"update": 20.0, "rollout": 60.0},
-        generated_tokens=6000,
-        rollout_seconds=60.0,
-        idle_fractions=[0.05, 0.2],
-        idle_seconds=10.0,
-        recovered_seconds=2.0,
-        pre_rolled_seconds=7.0,
-        before=Accuracy(0, 0.4, 0.03, 256),
-        after=Accuracy(20, 0.6, 0.04, 256),
-        paths={"checkpoint": "runs/x/checkpoints/step-20"},
-    )
-    print_summary(summary, Console(file=stream, width=100))
+def test_the_summary_shows_what_was_learned_and_where_the_time_went(tmp_path):
+    stream, run = io.StringIO(), read_run(write_run(tmp_path / "r", steps=4))
+    print_summary(run, {"checkpoint": tmp_path / "step-4"}, Console(file=stream, width=200))
     text = stream.getvalue()
-    parts = ("│ 2.0 (20%), 0 steps", "│ 7.0 (70%)", "all ranks │ 100 ")
-    parts += ("0.400 ± 0.030", "0.600 ± 0.040", "+0.200 ± 0.050", "60.0%", "rank 1: 20.0%", "step-2")
+    parts = ("other", "4 / 4", "0.700  ± 0.020, from 0.500 ± 0.020", "; 40,000 tokens", "70%", "; 160 steps", "step-4")
     assert [part for part in parts if part not in text] == []
-    print_summary(replace(summary, num_steps=1), Console(file=stream, width=100))
-    assert "1 step in 100.0 s" in stream.getvalue()
-    before, after = (Accuracy(step, step / 20, math.nan, 1) for step in (0, 20))
-    print_summary(replace(summary, before=before, after=after), Console(file=stream, width=100))
-    assert "0.000 → 1.000 (+1.000) after" in stream.getvalue(), "one prompt has no standard error"

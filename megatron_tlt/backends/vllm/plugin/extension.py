@@ -88,15 +88,6 @@ class VllmWorkerExtension:
         """Steps and drafts since the last call. Resets them."""
         return self.tlt_sampling.take_stats()
 
-    def tlt_speculation(self) -> dict[str, Any]:
-        """What selector and calibration have learned; empty without a drafter."""
-        return {} if self.tlt_drafting is None else self.tlt_drafting.state_dict()
-
-    def tlt_load_speculation(self, state: dict[str, Any]) -> None:
-        """Takes what `tlt_speculation` gave in an earlier run, if it is of the same kind."""
-        if self.tlt_drafting is not None and state:
-            self.tlt_drafting.load_state_dict(state)
-
     def tlt_begin_update(self) -> None:
         """Opens a weight sync of the policy; one that was open is given up: its layers are half loaded until the
         next."""

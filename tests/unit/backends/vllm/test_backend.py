@@ -139,23 +139,6 @@ def test_a_push_that_fails_at_its_end_keeps_no_copy_of_the_drafter() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize(("version", "loads"), [(3, 2), (4, 1)])
-def test_measurements_of_the_drafter_that_a_resumed_run_brings_are_loaded_behind_it(version: int, loads: int) -> None:
-    backend, process = toy_backend(ToyProcess(), 2)
-    calls: list[str] = []
-    process.call = lambda kind, **_: calls.append(kind)  # type: ignore[attr-defined]
-    backend._send = lambda kind, tensors: calls.append(kind) or {}  # type: ignore[method-assign, func-returns-value]
-    backend._options.drafter.config = SimpleNamespace(kind="eagle", vocabulary_shapes=dict)  # type: ignore[union-attr]
-    backend.load_state_dict({"vllm": {}, "drafter_version": 3})
-    for _ in range(2):
-        backend.begin_update(1)
-        backend._weights.accept(WeightBucket(1, [(EMBED, torch.zeros(5, 2))]))
-        backend.update_drafter({"fc.weight": torch.ones(2)}, version)
-        backend.finish_update()
-    assert calls.count("load_speculation") == loads and calls.index("drafter") > calls.index("load_speculation")
-    assert loads == 1 or calls[calls.index("drafter") + 1] == "load_speculation"
-
-
 def test_tensors_that_fail_leave_no_file(tmp_path: Path) -> None:
     backend, process = toy_backend(ToyProcess(), 2)
     settings = VllmSection()  # auto: shared memory on CPU

@@ -53,24 +53,21 @@ def test_a_file_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_drafts_are_measured_anew_once_a_drafter_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = VllmWorkerExtension()
     worker.tlt_drafting = StepDrafting(SpeculationSection(drafter="eagle"), torch.device("cpu"), 2048)
-    worker.tlt_load_speculation(
-        {**worker.tlt_speculation(), "selector": {**worker.tlt_speculation()["selector"], "is_new": False}}
-    )
+    worker.tlt_drafting._selector._is_new = False  # type: ignore[attr-defined]
     worker.model_runner = SimpleNamespace(device=torch.device("cpu"))
     for name in ("begin_reload", "end_reload", "load", "draft_model"):
         monkeypatch.setattr(compat, name, lambda *_, **__: object())
     monkeypatch.setattr(extension, "load_tensors", lambda *_: {})
-    assert not worker.tlt_speculation()["selector"]["is_new"]
+    assert not worker.tlt_drafting._selector._is_new  # type: ignore[attr-defined]
     worker.tlt_update_drafter({}, verify=False)
-    assert worker.tlt_speculation()["selector"]["is_new"]
+    assert worker.tlt_drafting._selector._is_new  # type: ignore[attr-defined]
 
 
 def test_the_bandit_explores_anew_with_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, section = VllmWorkerExtension(), SpeculationSection(drafter="suffix", selector="beg_mab")
     worker.tlt_drafting = StepDrafting(section, torch.device("cpu"), 2048)
-    state = worker.tlt_speculation()
-    worker.tlt_load_speculation({**state, "selector": {**state["selector"], "steps": [9, 9, 9, 9]}})
+    worker.tlt_drafting._selector._steps = [9, 9, 9, 9]  # type: ignore[attr-defined]
     worker.model_runner = SimpleNamespace(get_model=lambda: None)
     monkeypatch.setattr(compat, "end_reload", lambda *_, **__: None)
     worker.tlt_finish_update()
-    assert worker.tlt_speculation()["selector"]["steps"] == [0, 0, 0, 0]
+    assert worker.tlt_drafting._selector._steps == [0, 0, 0, 0]  # type: ignore[attr-defined]

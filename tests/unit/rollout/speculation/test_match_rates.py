@@ -1,7 +1,5 @@
 """Match rates: what was counted shows, sparse cells lean on their neighbours, old counts fade."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -81,15 +79,3 @@ def test_rates_change_at_once_at_first_and_only_every_nth_call_later_in_the_same
         table.observe(np.array([0]), np.array([True]))
         changes.append(bool((rates != kept).any()))
     assert table.rates is rates and all(changes[:4]) and sum(changes[128:]) == 2
-
-
-def test_state_survives_a_round_trip_through_json():
-    table, other = table_of(), table_of()
-    feed(table, truth(), 3_000)
-    other.load_state_dict(json.loads(json.dumps(table.state_dict())))
-    np.testing.assert_array_equal(other.rates, table.rates)
-    feed(table, truth(), 3_000, seed=2)
-    feed(other, truth(), 3_000, seed=2)
-    np.testing.assert_array_equal(other.rates, table.rates)
-    with pytest.raises(ValueError, match="shape"):
-        MatchRates(np.full((D, G + 1), 0.5), 16.0, 4096.0).load_state_dict(table.state_dict())

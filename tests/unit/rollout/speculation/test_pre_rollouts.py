@@ -102,22 +102,20 @@ def test_a_later_turn_does_not_draft_from_an_earlier_response_that_ended_before_
 
 
 def test_acceptance_falls_along_a_draft_and_is_learnt_from_every_token():
-    place, lengths = Place(list(range(10, 90)), [10]), np.array([20], np.int32)
-    draft = place.source._draft(lengths)
+    place = Place(list(range(10, 90)), [10])
+    draft = place.source._draft(np.array([20], np.int32))
     assert (np.diff(draft.cumulative_acceptance) < 0).all() and draft.cumulative_acceptance[0] > 0.9
-    foreign = Place(list(range(10, 90)), [10]).source
-    for start in range(10, 80, 7):
+    lengths = []
+    for start in range(10, 80, 5):
         place.source.begin({(0, 0): np.arange(start, start + 90, dtype=np.int32)})
         place.source.start(place.rows.requests[0])
         place.rows.output_len[0] = 1
         place.rows.outputs[0, 0] = start
         place.rows.write_at[0] = 1
         place.emit([])
+        lengths.append(place.source._lengths().item())
         place.emit([700])
-    place.source.state_dict()  # rates are brought up to date
-    foreign.load_state_dict(place.source.state_dict())
-    assert foreign.state_dict() == place.source.state_dict()
-    assert not foreign._lengths().any(), "they seldom match"
+    assert lengths[0] and not lengths[-1], "they seldom match"
 
 
 def measured(place: Place, per_row: float, verifying: float) -> Callable[[int], float]:
@@ -301,23 +299,13 @@ def test_rows_are_bounded():
 
 
 def test_the_cost_model_learns_without_a_drafter():
-    """By a clock after which all steps take as long, the longest drafts; what it learnt is in the state."""
+    """By a clock after which all steps take as long, the longest drafts."""
     jobs = long_jobs(4)
     expected, right, weights = plain("llama", jobs)
 
-    def engine_by_steps() -> Engine:
-        engine = speculating_engine(small_config("llama"), weights, speculation={"drafter": "none"}, max_running=2)
-        assert engine.speculator is not None
-        engine.speculator._clock = count().__next__
-        return engine
-
-    engine, other = engine_by_steps(), engine_by_steps()
+    engine = speculating_engine(small_config("llama"), weights, speculation={"drafter": "none"}, max_running=2)
+    assert engine.speculator is not None
+    engine.speculator._clock = count().__next__
     for _ in range(2):
         assert run(engine, jobs, right) == expected
     assert emitted_a_row(stats_of(engine)) > 15
-    assert engine.speculator is not None and other.speculator is not None
-    state = engine.speculator.state_dict()
-    other.speculator.load_state_dict(state)
-    assert other.speculator.state_dict() == state
-    assert run(other, jobs, right) == expected
-    assert emitted_a_row(stats_of(other)) > 15

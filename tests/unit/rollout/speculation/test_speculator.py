@@ -76,8 +76,6 @@ class World:
 
 def test_drafters_read_nothing_while_steps_are_plain() -> None:
     world = World()
-    other = {"drafter": "other", "pre_rollouts": world.speculator.pre_rollouts.state_dict()}
-    world.speculator.load_state_dict(other)  # of another drafter: selector and calibration are not read
     for _ in range(20):
         world.step(NO_DRAFT)
     assert world.syncs == 0
