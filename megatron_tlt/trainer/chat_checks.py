@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -84,33 +85,46 @@ def plain_prompt_warning(tokenizer: HFTokenizer, prompts: Sequence[Prompt]) -> s
 
 
 def chat_warnings(config: TrainingConfig) -> list[str]:
-    """Variables that the run's chat template does not read, patterns with a thought that it opens, and a tokenizer
-    without a template that it reads.
+    """Variables that the run's chat template does not read, reward patterns with texts that responses lack, and a
+    tokenizer without a template that it reads.
 
     For a configuration without problems.
     """
     tokenizer, name, section = tokenizer_here(config), config.chat_name, config.chat
-    if tokenizer is None or not section.chat_template:
+    if tokenizer is None:
         return []
+    if not section.chat_template:
+        return _pattern_warnings(config, tokenizer, "")
     if tokenizer.template is None:
         of_processor = Path(tokenizer.name) / "chat_template.json"
         if of_processor.is_file():
             return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
                     "its text in chat_template.jinja would be used")]  # fmt: skip
         what = f"{tokenizer.name} has no chat template: prompts are plain text"
-        return [f"{what}; {name}.chat_template=false says that this is meant"]
+        plain = f"{what}; {name}.chat_template=false says that this is meant"
+        return [plain, *_pattern_warnings(config, tokenizer, "")]
     found = unread_warnings(tokenizer, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
-    return [*found, *_opened_thought_warnings(config, tokenizer)]
+    return [*found, *_pattern_warnings(config, tokenizer, read_turn_form(tokenizer).opening)]
 
 
-def _opened_thought_warnings(config: TrainingConfig, tokenizer: HFTokenizer) -> list[str]:
-    """Of reward patterns with the beginning of a thought where the chat template writes it: responses lack it."""
+def _pattern_warnings(config: TrainingConfig, tokenizer: HFTokenizer, opening: str) -> list[str]:
+    """Of reward patterns that name a special token, or the beginning of a thought where `opening`, the end of a
+    prompt, has it: texts of responses lack both. Plain search: such a pattern may do without the token.
+    """
     functions = () if config.rl is None else config.rl.rewards.functions
-    named = [i for i, function in enumerate(functions) if THOUGHT_BEGIN in (function.pattern or "")]
-    if not (named and opens_thought(read_turn_form(tokenizer).opening)):
-        return []
-    why = f"the chat template writes {THOUGHT_BEGIN} at the end of the prompt, so responses begin behind it"
-    return [f"rewards.functions.{i}.pattern: {why}: a pattern that needs it never matches" for i in named]
+    lacking = dict.fromkeys(tokenizer.special_tokens, "is a special token, which texts of responses lack")
+    if opens_thought(opening):
+        lacking[THOUGHT_BEGIN] = (
+            "is written by the chat template at the end of the prompt, so responses begin behind it"
+        )
+    found = []
+    for i, function in enumerate(functions):
+        text = re.sub(r"\\(\W)", r"\1", function.pattern or "")  # <\|end\|> names <|end|>
+        token = max((token for token in lacking if token in text), key=len, default=None)
+        if token is not None:
+            why = f"{token!r} {lacking[token]}: a pattern that needs it never matches"
+            found.append(f"rewards.functions.{i}.pattern: {why}")
+    return found
 
 
 def unread_tools(config: Config, tools: Sequence[dict[str, Any]]) -> str | None:

@@ -115,15 +115,18 @@ def test_a_tokenizer_here_is_checked_where_its_model_is_elsewhere(
     assert words in capsys.readouterr().err
 
 
-def test_a_pattern_with_a_thought_that_the_template_opens_is_a_warning(
+def test_a_pattern_with_a_text_that_responses_lack_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row, pattern = {"prompt": "1 + 2", "answer": "3"}, "{name: exact, pattern: '<think>.*</think>(.*)'}"
+    special = r"{name: exact, pattern: '(\d+)<\|end\|>'}"
     for end, is_said in ("<think>\\n", True), ("<think></think>", False):
         model = chat_model(tmp_path / f"m{is_said}", QWEN3 + f"{{{{- '{end}' }}}}")
-        assert main(arguments("check", model, row, f"rewards.functions=[{pattern}]")) == 0
-        said = "rewards.functions.0.pattern: the chat template writes <think> at the end of the prompt"
-        assert (said in capsys.readouterr().out) is is_said
+        assert main(arguments("check", model, row, f"rewards.functions=[{pattern}, {special}]")) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        said = "rewards.functions.0.pattern: '<think>' is written by the chat template at the end of the prompt"
+        assert (said in printed) is is_said
+        assert "rewards.functions.1.pattern: '<|end|>' is a special token" in printed
 
 
 @pytest.mark.mpi
