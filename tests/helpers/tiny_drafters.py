@@ -157,7 +157,7 @@ def online_trainer(
     section = DrafterSection(dtype=dtype, online=options)
     places = {"tp": tp, "world": world, "sharing": sharing}
     trainer = OnlineDrafterTrainer(model, section, **places, from_actor=from_actor, fresh=fresh)
-    trainer._trainer.rate = trainer._trainer.rate.model_copy(update={"warmup_steps": warmup})
+    trainer._trainer.rate = trainer._trainer.rate._replace(warmup_steps=warmup)
     if mean_decay is not None:
         trainer._decay = mean_decay
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_tlt.backends.vllm.launch import _ENGINE, find_python
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.engine_process import VllmSection
+from megatron_tlt.config.lr_schedule import LearningRate
 from megatron_tlt.drafters.checkpoint import save_drafter
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.eagle.config import Eagle3Config, EagleConfig
@@ -80,7 +80,7 @@ def trained(config: DrafterConfig) -> DrafterModel:
     model.initialise(0)
     model.choose_vocabulary(head, counts)
     section = DrafterSection(lr=5e-3, num_steps=60, draft_steps=2)
-    rate = OptimizerSection(lr=5e-3, warmup_steps=5, schedule="cosine")
+    rate = LearningRate(5e-3, 5, "cosine")
     trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
     for seed in range(60):
         trainer.step(collate(epoch(data, 512, 128, np.random.default_rng(seed))[0]), (embed, head))
