@@ -1,7 +1,9 @@
 """One thread for every test, as the suite may run in parallel; markers by folder; the reasons of skipped tests."""
 
+import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +19,16 @@ if _is_hidden or not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # No test may look anything up on a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def package_logger() -> Iterator[logging.Logger]:
+    """The package's logger, for a test that prepares it for a rank; then as before, for caplog."""
+    logger = logging.getLogger("megatron_tlt")
+    yield logger
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

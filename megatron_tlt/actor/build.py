@@ -23,7 +23,7 @@ from megatron_tlt.actor.experts import ExpertLayer, GroupedExperts, RoutedLayer,
 from megatron_tlt.actor.groups import ActorGroups
 from megatron_tlt.actor.hf_names import adapter_slots, slots
 from megatron_tlt.actor.lora import AdaptedColumnLinear, AdaptedRowLinear, freeze_base, without_adapters
-from megatron_tlt.actor.microbatch import MicroBatch, recorded_routed_experts, row_multiple
+from megatron_tlt.actor.microbatch import MicroBatch, recorded_routed_experts
 from megatron_tlt.actor.recompute import RecomputedActivationMLP
 from megatron_tlt.actor.routing import Router, Routing
 from megatron_tlt.actor.weights import mark_partial, mark_shards
@@ -390,8 +390,7 @@ class PolicyModel:
 
         `wrapped` comes from the schedule: the module itself or its DDP wrapper.
         """
-        multiple = row_multiple(self.megatron_config.params_dtype, batch.rows.device)
-        self._rows = F.pad(batch.rows, (0, -len(batch.rows) % multiple))
+        self._rows = batch.rows
         packing = batch.packing
         if self._inv_freq is not None:
             tables = rotation(batch.positions[0], self._inv_freq)

@@ -20,6 +20,7 @@ from megatron_tlt.actor.compat import current_device
 from megatron_tlt.actor.elementwise import swiglu
 from megatron_tlt.actor.hf_names import expert_fields
 from megatron_tlt.actor.lora import AdaptedWeight, Adapter
+from megatron_tlt.actor.microbatch import row_multiple
 from megatron_tlt.config.actor import LoraSection
 from megatron_tlt.models.hf.config import ModelConfig
 
@@ -102,14 +103,27 @@ class GroupedExperts(MegatronModule):
 
         `tokens_per_expert` [E / EP] lies on the device of `rows`.
         """
-        ends = tokens_per_expert.cumsum(0).to(torch.int32)
-        wide = self._product(0, rows, ends, tokens_per_expert)
+        multiple = row_multiple(rows.dtype, rows.device)
+        if multiple == 1:
+            return self._outputs(rows, tokens_per_expert, probs), None
+        # On CPUs grouped products are one product an expert: each expert's rows have padding behind them.
+        gaps = -tokens_per_expert % multiple
+        counts = tokens_per_expert + gaps
+        at = torch.arange(len(rows)) + (gaps.cumsum(0) - gaps).repeat_interleave(tokens_per_expert)
+        padded = rows.new_zeros(int(counts.sum()), rows.shape[1]).index_copy(0, at, rows)
+        gates = probs.new_zeros(len(padded)).index_copy(0, at, probs)
+        return self._outputs(padded, counts, gates).index_select(0, at), None
+
+    def _outputs(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
+        """Outputs [R, H] of the experts, which have `counts` [E / EP] rows."""
+        ends = counts.cumsum(0).to(torch.int32)
+        wide = self._product(0, rows, ends, counts)
         if not self._recompute_activation:
-            return self._product(1, _gated(wide, probs), ends, tokens_per_expert), None
+            return self._product(1, _gated(wide, probs), ends, counts)
         again = CheckpointWithoutOutput(fp8=None)  # False would mean FP8
-        output = self._product(1, again.checkpoint(_gated, wide, probs), ends, tokens_per_expert)
+        output = self._product(1, again.checkpoint(_gated, wide, probs), ends, counts)
         again.discard_output_and_register_recompute(output)
-        return output, None
+        return output
 
     def _product(self, which: int, rows: Tensor, ends: Tensor, counts: Tensor) -> Tensor:
         """`rows` by their experts' fc1 (0) or fc2 (1), whose rows end at `ends` [E / EP]."""

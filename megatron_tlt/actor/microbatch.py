@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_tlt.actor.attention import PackedRows
@@ -46,16 +47,16 @@ class RowLayout(NamedTuple):
     tp: int = 1
     cp: int = 1
     cp_rank: int = 0
-    row_multiple: int = 1  # of all rows of a micro-batch, see `row_multiple`
+    row_multiple: int = 1  # of a rank's rows, and of those of its LM head: see `row_multiple`
 
     @property
-    def multiple(self) -> int:
+    def sequence_multiple(self) -> int:
         """Rows of a sequence are a multiple of this."""
         return 1 if self.cp == 1 else 2 * self.cp
 
     def padded(self, rows: int) -> int:
         """`rows` of a sequence with its padding."""
-        return -(-rows // self.multiple) * self.multiple
+        return -(-rows // self.sequence_multiple) * self.sequence_multiple
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class MicroBatch:
     input_ids: Tensor  # [1, T / cp] int64
     positions: Tensor  # [1, T / cp] int64, from 0 in each sequence
     packing: PackedRows
-    rows: Tensor  # [N of this rank] int64, rows that predict response tokens
+    rows: Tensor  # int64, the N of this rank that predict response tokens, then zeros up to a `row_multiple`
     labels: Tensor  # [N] int64, those tokens
     segments: Tensor  # [N] int64, position in `members`
     members: tuple[int, ...]
@@ -134,8 +135,8 @@ def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layo
     chosen = tuple(sequences[i] for i in members)
     trajectories = [s.trajectory for s in chosen]
     sizes = [layout.padded(t.length - 1) for t in trajectories]
-    # Sequence parallelism divides the rows of a rank.
-    if padding := -sum(sizes) % math.lcm(layout.multiple * layout.tp, layout.row_multiple):
+    # Sequence parallelism divides the rows of a rank, whose products want a multiple.
+    if padding := -sum(sizes) % math.lcm(layout.sequence_multiple * layout.tp, layout.row_multiple * layout.cp):
         sizes = [*sizes, padding]
     starts = np.concatenate([[0], np.cumsum(sizes)])
     tokens = np.zeros(starts[-1], np.int64)
@@ -171,7 +172,8 @@ def _assemble(members: tuple[int, ...], sequences: Sequence[TrainSequence], layo
         members=members,
         sequences=chosen,
     )
-    return whole if layout.cp == 1 else _of_rank(whole, sizes, layout)
+    mine = whole if layout.cp == 1 else _of_rank(whole, sizes, layout)
+    return replace(mine, rows=F.pad(mine.rows, (0, -len(mine.rows) % layout.row_multiple)))
 
 
 def _of_rank(whole: MicroBatch, sizes: list[int], layout: RowLayout) -> MicroBatch:

@@ -62,7 +62,6 @@ from megatron_tlt.actor.train_step import PolicyLoss, Scored, accumulate_gradien
 from megatron_tlt.actor.weights import load_weights, named_tensors, value_of
 from megatron_tlt.config.actor import ActorSection, OptimizerSection
 from megatron_tlt.config.dims import Dims
-from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.distributed.world import World
 from megatron_tlt.errors import CheckpointError
@@ -214,7 +213,7 @@ class MegatronPolicy:
     def _optimizer_step(
         self, batches: list[Scored], denominator: float, temperature: float
     ) -> tuple[OptimizerStep, dict[str, float]]:
-        lr = learning_rate(self.optimizer_section, self.optimizer_steps, self.total_optimizer_steps)
+        lr = self.optimizer_section.rate.at(self.optimizer_steps, self.total_optimizer_steps)
         self.optimizer_steps += 1
         if denominator <= 0:  # no token of any replica is trained: momentum and decay must not act either
             return OptimizerStep(applied=False, lr=lr), {}

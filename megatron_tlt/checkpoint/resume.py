@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from megatron_tlt.actor import checkpoint_files as files
 from megatron_tlt.actor.base_fingerprint import base_fingerprint
 from megatron_tlt.actor.checkpoint_files import model_record, training_record
-from megatron_tlt.config.lr_schedule import learning_rate
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.checkpoint import configured_drafter, drafter_differences
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
@@ -100,7 +99,7 @@ def schedule_warning(config: TrainingConfig) -> str | None:
         return None
     _, found = resumed
     total, before = config.optimizer_steps, found.extra["total_optimizer_steps"]
-    old, new = (learning_rate(config.optimizer, found.optimizer_steps, steps) for steps in (before, total))
+    old, new = (config.optimizer.rate.at(found.optimizer_steps, steps) for steps in (before, total))
     if old == new:
         return None
     return (

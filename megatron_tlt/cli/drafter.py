@@ -85,10 +85,8 @@ def _run(body: Body, args: argparse.Namespace) -> int:
 
 
 def _train(config: Config, world: World, args: argparse.Namespace) -> int:
-    from megatron_tlt.observe.log import setup_logging
     from megatron_tlt.trainer.drafter_training import DrafterJob, open_pretraining, training_settings
 
-    setup_logging(world.rank, world.size)
     start = partial(open_pretraining, *_checked(config, world, args, []), world)
     settings = training_settings(config, args.drafter, world.size)
     return run_job(DrafterJob(config, world, args.out, settings, start, args.signals))

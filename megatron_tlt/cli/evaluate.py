@@ -80,17 +80,17 @@ def _eval_on(config: Config, world: World, out: Path | None) -> None:
     rewards = reward_pool(config, world)
     tp = tensor_parallel(world, config.rollout.tp)
     backend = open_backend(reads, world, tokenizer, tp)
-    world.enter("load")
-    weights = push_policy(config.model.path, backend, world, config.sync, hashes=True)
     evaluator = build_evaluator(config, prompts, backend, rewards, prompt_queues(config, world, tp), environments)
     assert evaluator is not None, "data.eval is there"
-    world.enter("eval")
-    if world.is_main:
-        print(_what(config, len({*first_of_each(prompts).values()}), len(prompts)), file=sys.stderr, flush=True)
     identity = response_identity(
         evaluator.params, config.rollout, config.env, config.model.path, tokenizer, world.device, world
     )
-    cache = cache_beside(out, config.rollout_cache, world, backend, weights, identity)
+    cache = cache_beside(out, config.rollout_cache, world, backend, identity)
+    world.enter("load")
+    cache.begin_step(1, 0, push_policy(config.model.path, backend, world, config.sync, cache.keeps))
+    world.enter("eval")
+    if world.is_main:
+        print(_what(config, len({*first_of_each(prompts).values()}), len(prompts)), file=sys.stderr, flush=True)
     # stdout holds the result, as JSON
     with closing(build_progress("auto", 0, world.rank, sys.stderr)) as progress:
         result = evaluator.run(0, progress=progress, cache=cache)

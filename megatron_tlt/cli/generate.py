@@ -287,9 +287,9 @@ def generate_file(
     options = _engine(section, model_dir, tokenizer, world, _context(prompts, params, model_dir))
     backend = build_backend(options)
     try:
-        weights = push_policy(model_dir, backend, world, hashes=True)
         identity = response_identity(params, section, env, model_dir, tokenizer, options.device, world)
-        cache = cache_beside(out_jsonl, RolloutCacheSection(), world, backend, weights, identity)
+        cache = cache_beside(out_jsonl, RolloutCacheSection(), world, backend, identity)
+        cache.begin_step(1, 0, push_policy(model_dir, backend, world, hashes=cache.keeps))
         started = time.perf_counter()
         queue = PromptQueue(prompts, 0, 1, len(prompts), ticket=lambda: 0)  # all are this one replica's own
         samples = _responses(cache, GenerateCall(queue, params, n, turns=turns), len(prompts) * n, world.rank)

@@ -22,6 +22,7 @@ from megatron_tlt.errors import (
     printable,
 )
 from megatron_tlt.observe.attempt import note_exit
+from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.workers.scratch import sweep_scratch
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
         print(printable(f"megatron-tlt: failed in phase start: {error}"), file=sys.stderr, flush=True)
         note_exit(FAILED)
         return FAILED
+    setup_logging(world.rank, world.size, lambda: world.where)
     if world.local_rank == 0:
         sweep_scratch()
     try:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_tlt.config.base import OnDisk, Section
+from megatron_tlt.config.lr_schedule import LearningRate, Schedule
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
@@ -120,7 +121,7 @@ class OptimizerSection(Section):
     """Peak learning rate. The default is RL's: fine-tuning takes about 1e-5, adapters ten times as much."""
     min_lr: NonNegativeFloat = 0.0
     """Final learning rate of a decaying schedule."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """Shape after warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from 0."""
@@ -132,3 +133,8 @@ class OptimizerSection(Section):
     """Adam's second moment."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm to clip to; 0: off."""
+
+    @property
+    def rate(self) -> LearningRate:
+        """The learning rate by step."""
+        return LearningRate(self.lr, self.warmup_steps, self.schedule, self.min_lr)

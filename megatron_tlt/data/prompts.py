@@ -240,8 +240,8 @@ class PromptStream:
                 raise self._none_fits("prompt with the environment's text")
         if drops and not prompts:
             raise self._none_fits("prompt with the environment's text")
-        if len(prompts) < n and not self._is_peek and _log.isEnabledFor(logging.INFO):  # rank 0: once
-            _log.warning("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
+        if len(prompts) < n and not self._is_peek:
+            _log.info("%s: only %d prompts left of %d requested", self._source.description, len(prompts), n)
         return prompts
 
     def peek(self, n: int) -> list[Prompt]:

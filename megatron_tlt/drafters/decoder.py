@@ -32,6 +32,7 @@ RunStep = Callable[[Hashable, Callable[[], object]], object]
 POSITIONS = 8  # draft positions of the match-rate table; the last row stands for all later ones
 BUCKETS = 32  # of the gap between the scores of the best and the second candidate
 BUCKET_WIDTH = 0.25  # score; bucket of a gap: min(BUCKETS - 1, floor(gap / BUCKET_WIDTH))
+CATCH_UP = 256  # of a row's missing pairs at most so many, the last ones, are cached
 
 
 @dataclass(slots=True)
@@ -62,7 +63,6 @@ class DraftingRows:
 class RowDrafter(Protocol):
     """Drafts for one set of running rows over one cache. Not thread-safe."""
 
-    catch_up: int = 256  # of a row's missing pairs at most so many, the last ones, are cached
     _kv: KVCache
     _pages: Tensor
 
@@ -73,7 +73,7 @@ class RowDrafter(Protocol):
         self._kv, self._pages = kv, pages
 
     def draft(self, wanted: np.ndarray, rates: np.ndarray, min_acceptance: float) -> Draft:
-        """Caches the missing pairs of each row, at most its last `catch_up`, and drafts up to `wanted` int [B] tokens.
+        """Caches the missing pairs of each row, at most its last `CATCH_UP`, and drafts up to `wanted` int [B] tokens.
 
         `rates` float32 [POSITIONS, BUCKETS] estimates P(match); a draft ends before a token whose cumulative acceptance
         (the product of the match rates up to it) is below `min_acceptance`. A drafted token has the largest of

@@ -17,7 +17,6 @@ from megatron_tlt.observe.curves import curve_attrs, parked_spans
 from megatron_tlt.observe.equal_rewards import EqualRewards
 from megatron_tlt.observe.events import EventLog
 from megatron_tlt.observe.jsonl import StepFile, cut_back, cut_back_ranks, rank_file
-from megatron_tlt.observe.log import enter_phase
 from megatron_tlt.observe.memory import PhasePeaks
 from megatron_tlt.observe.metrics import METRICS_FILE, OF_RANK, TENSORBOARD_DIR, MetricsLogger
 from megatron_tlt.observe.progress import build_progress
@@ -117,7 +116,6 @@ class RunMetrics:
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the step: timed and its memory measured, and named in errors, log lines and the display."""
         self.world.enter(name, self._step)
-        enter_phase(name, self._step)
         self._progress.phase(name, self._step)
         with self._peaks.phase(name), self._events.span(name, self._steps_done):
             yield

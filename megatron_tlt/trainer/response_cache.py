@@ -59,13 +59,13 @@ def cache_beside(
     section: RolloutCacheSection,
     ranks: Ranks,
     backend: RolloutBackend,
-    weights: str,
     identity: Mapping[str, Any],
 ) -> RolloutCache:
-    """The cache, ready for responses, of a command that writes `out` whole at its end: OUT.unfinished, until `clear`.
+    """The cache of a command that writes `out` whole at its end: OUT.unfinished, until `clear`. The
+    caller begins its one step, with the weights that the engine then has.
 
-    Nothing is kept where `out` is None, a pipe or a device. Makes the directory of `out`. `weights`: the fingerprint of
-    those of `backend`; `identity`: `response_identity`. Collective. Raises OSError.
+    Nothing is kept where `out` is None, a pipe or a device. Makes the directory of `out`. `identity`:
+    `response_identity`. Collective. Raises OSError.
     """
     enabled = section.enabled and out is not None and (out.is_file() or not out.exists())
     enabled, directory = ranks.broadcast_object(enabled), Path(f"{out}.{UNFINISHED}")
@@ -84,5 +84,4 @@ def cache_beside(
         text = f"finished responses are kept in {directory} until all are there: the same command goes on with them"
         print(text, file=sys.stderr, flush=True)
     cache.start(0)
-    cache.begin_step(1, 0, weights)
     return cache

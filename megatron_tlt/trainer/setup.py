@@ -23,7 +23,6 @@ from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.drafters.training.run_drafter import RunDrafter
 from megatron_tlt.idle.window import IdleWindow
 from megatron_tlt.interfaces import CAPABILITIES, RolloutBackend
-from megatron_tlt.observe.log import setup_logging
 from megatron_tlt.resilience.heartbeat import start_watchdog
 from megatron_tlt.resilience.nonfinite import NonFiniteGuard
 from megatron_tlt.resilience.rollout_cache import RolloutCache
@@ -136,7 +135,6 @@ def build_sft_trainer(config: SftConfig, world: World, signals: StopSignals | No
     device_memory.let_segments_grow(world.device)
     config = with_date(device_memory.with_device_memory(config, world), world)
     check_on(config, world, place_problems(config))
-    setup_logging(world.rank, world.size)
     return SftTrainer(config, world, open_tokenizer(config), signals)
 
 
@@ -250,11 +248,10 @@ def build_rollout_cache(
 
 
 def _prepare(config: Config, world: World) -> RunLock | None:
-    """Run directory, logging, determinism. Returns the directory's lock, on rank 0. Collective.
+    """Run directory, determinism. Returns the directory's lock, on rank 0. Collective.
 
     Raises RunDirectoryError if another job uses the directory.
     """
-    setup_logging(world.rank, world.size)
     deterministic = config.train.is_deterministic(world.device.type)
     if world.device.type == "cuda":
         torch.use_deterministic_algorithms(deterministic, warn_only=True)

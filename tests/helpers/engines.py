@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_tlt.config.speculation import SpeculationSection
+from megatron_tlt.drafters.decoder import CATCH_UP
 from megatron_tlt.drafters.eagle.config import EagleConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.drafters.registry import KINDS
@@ -35,7 +36,7 @@ from megatron_tlt.rollout.speculation.pre_rollouts import PreRolledDrafter
 from megatron_tlt.rollout.speculation.speculator import Speculator
 from megatron_tlt.types import NO_DRAFT, DraftStrategy, SamplingParams, StepMeasurement
 from tests.helpers.stepping import run_out
-from tests.helpers.tiny_drafters import random_drafter
+from tests.helpers.tiny_drafters import catching_up, random_drafter
 
 Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
 Responses = dict[tuple[int, int], tuple[list[int], list[float]]]
@@ -122,11 +123,11 @@ def speculating_engine(
     shape: DrafterConfig | None = None,
     **sizes: Any,
 ) -> Engine:
-    """As `make_engine`, with the fields of `rollout.speculation`, and `RowDrafter.catch_up`; a trained drafter, of
-    kind eagle by default, is random unless given.
+    """As `make_engine`, with the fields of `rollout.speculation`, and `catch_up`, see `catching_up`; a trained drafter,
+    of kind eagle by default, is random unless given.
     """
     drafter, fields = shape or EagleConfig.of(config), dict(speculation)
-    catch_up = fields.pop("catch_up", None)
+    catch_up = fields.pop("catch_up", CATCH_UP)
 
     def drafting(decoder: Decoder) -> Drafting:
         section = SpeculationSection(drafter_path="(in memory)", **fields)
@@ -137,10 +138,8 @@ def speculating_engine(
         return Drafting(section, 1 << 20, made)
 
     layers = drafter.aux_layers
-    engine = make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
-    if catch_up is not None:
-        engine.speculator.trained._drafts.catch_up = catch_up  # type: ignore[union-attr]
-    return engine
+    with catching_up(catch_up):
+        return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
 
 
 def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:

@@ -28,6 +28,7 @@ from megatron_tlt.models.decoders.keyed_noise import gumbel_noise, key_tensor
 from megatron_tlt.models.decoders.keys import row_keys
 from megatron_tlt.models.decoders.torch.layers import rope_table
 from megatron_tlt.models.hf.config import ModelConfig
+from tests.helpers.tiny_drafters import catching_up
 
 ONES = np.ones((POSITIONS, BUCKETS), np.float32)
 
@@ -74,8 +75,8 @@ class Rows:
         heat = np.broadcast_to(np.float32(temperature), count).copy()
         synced, first = np.zeros(count, np.int32), np.ones(count, np.int32)
         self.rows = DraftingRows(slot, lengths, lengths.copy(), self.tables, self.outputs, keys, heat, synced, first)
-        self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages)
-        self.drafts.catch_up = catch_up
+        with catching_up(catch_up):
+            self.drafts = drafter.row_drafter(self.kv, self.rows, self.pages)
 
     def slots(self, row: int, positions: np.ndarray) -> np.ndarray:
         return self.tables[row, positions // self.size] * self.size + positions % self.size

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -36,6 +38,14 @@ FAMILIES = {
 }
 LAYERS = 8
 DEEP = {name: replace(policy, num_layers=LAYERS) for name, policy in FAMILIES.items()}  # of which eagle3 reads three
+
+
+@contextmanager
+def catching_up(most: int) -> Iterator[None]:
+    """Drafts of rows that are opened inside cache at most so many missing pairs of a row."""
+    native, plain = (f"megatron_tlt.drafters.{name}.CATCH_UP" for name in ("eagle.native_decoder", "torch_decoder"))
+    with patch(native, most), patch(plain, most):
+        yield
 
 
 def random_drafter(config: ModelConfig | DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
@@ -155,7 +165,7 @@ def online_trainer(
     section = DrafterSection(dtype=dtype, online=options)
     places = {"tp": tp, "world": world, "sharing": sharing}
     trainer = OnlineDrafterTrainer(model, section, **places, from_actor=from_actor, fresh=fresh)
-    trainer._trainer.rate = trainer._trainer.rate.model_copy(update={"warmup_steps": warmup})
+    trainer._trainer.rate = trainer._trainer.rate._replace(warmup_steps=warmup)
     if mean_decay is not None:
         trainer._decay = mean_decay
     trainer.begin_step(0, lambda: lookup_tables(CONFIG))

@@ -14,9 +14,9 @@ from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import ENVIRONMENT, find_python
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
 from megatron_tlt.config.engine_process import VllmSection
+from megatron_tlt.config.lr_schedule import LearningRate
 from megatron_tlt.config.model import ModelSection
 from megatron_tlt.config.rollout import RolloutSection, SyncSection
 from megatron_tlt.config.speculation import BanditSection, SpeculationSection
@@ -120,7 +120,7 @@ def trained_drafter(
     counts = torch.bincount(torch.cat([s.token_ids for s in data]), minlength=config.policy.vocab_size)
     model.start_fresh(0, read, tables[1], counts)
     section = DrafterSection(lr=5e-3, num_steps=70, draft_steps=2)
-    rate = OptimizerSection(lr=5e-3, warmup_steps=4, schedule="cosine")
+    rate = LearningRate(5e-3, 4, "cosine")
     trainer = DrafterTrainer(model, section, temperature=1.0, rate=rate)
     for seed in range(70):
         trainer.step(collate(epoch(data, 512, 256, np.random.default_rng(seed))[0]), tables)

@@ -138,6 +138,7 @@ def test_bf16_stays_close_and_learns() -> None:
     assert found["dtypes"] == ["torch.bfloat16"]
     assert found["distance"] < 0.1
     assert found["losses"][-1] < found["losses"][0]
+    assert found["rows"] and not any(rows % 128 for rows in found["rows"]), "oneDNN keeps a kernel for each number"
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------
@@ -229,6 +230,13 @@ def test_adam_equals_one_rank(name: str, kind: str) -> None:
     assert outcome["gradients"] <= 1e-5
     assert outcome["loss"] <= 1e-5
     assert outcome["weights"] <= 2e-4, outcome
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2}, SP], ids=str)
+def test_bf16_stays_close_in_products_of_few_numbers_of_rows(layout: dict[str, Any]) -> None:
+    outcome = next(r for r in run(2) if r["case"] == "bf16" and r["layout"] == layout)
+    assert outcome["distance"] < 0.1
+    assert outcome["rows"] and not any(rows % 128 for rows in outcome["rows"])
 
 
 @pytest.mark.parametrize("kind", LORA_KINDS)

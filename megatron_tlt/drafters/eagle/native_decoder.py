@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_tlt.drafters.decoder import (
     BUCKETS,
+    CATCH_UP,
     POSITIONS,
     DrafterDecoder,
     DraftingRows,
@@ -212,6 +213,7 @@ class NativeRowDrafter(RowDrafter):
         self._eagle, self._rows, self._lib, self._slots = eagle, rows, eagle.lib, slots
         self._call = TltDraft(
             slots=slots,
+            catch_up=CATCH_UP,
             width=rows.outputs.shape[1],
             max_blocks=max_blocks,
             num_blocks=kv.num_blocks,
@@ -246,8 +248,7 @@ class NativeRowDrafter(RowDrafter):
 
     def _make_room(self, count: int, longest: int) -> None:
         self._shape = count, longest
-        self._call.rows, self._call.catch_up = count, self.catch_up
-        self._call.longest = longest
+        self._call.rows, self._call.longest = count, longest
         if len(self._drafted.tokens) < count * longest:
             self._drafted = _Drafted.empty(self._slots, 2 * count * longest)
             point_at_arrays(self._call, self._drafted)

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.lr_schedule import LearningRate
 from megatron_tlt.distributed.tensor_parallel import TensorParallel
 from megatron_tlt.drafters.checkpoint import drafter_entries
 from megatron_tlt.drafters.model import DrafterModel
@@ -114,7 +114,7 @@ class OnlineDrafterTrainer(RunDrafter):
             temperature,
             precision=precision,
             state=self._state,
-            rate=OptimizerSection(lr=by_width(model, _WIDTH) * online.lr, warmup_steps=_WARMUP, schedule="constant"),
+            rate=LearningRate(by_width(model, _WIDTH) * online.lr, _WARMUP),
         )
         self.version = 0  # merges that changed the drafter
         self._merge_seconds = 0.0  # of the last merge that changed the drafter, and of the exchange that followed

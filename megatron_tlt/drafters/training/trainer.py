@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
-from megatron_tlt.config.lr_schedule import learning_rate
+from megatron_tlt.config.lr_schedule import LearningRate
 from megatron_tlt.drafters.loss import LossInputs
 from megatron_tlt.drafters.model import DraftBatch, DrafterModel
 from megatron_tlt.drafters.registry import KINDS
@@ -41,20 +40,18 @@ class DrafterTrainer:
         average: Callable[[list[Tensor]], None] | None = None,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
         state: TrainingState | None = None,
-        rate: OptimizerSection | None = None,
+        rate: LearningRate | None = None,
     ):
         """`average` averages gradients over ranks, in place, before `step` applies them. The model's forward passes run
-        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. Of
-        `rate` only the learning rate is taken, and its schedule, which ends after `section.num_steps`. A gradient is
-        clipped to norm 1; of a drafter whose loss is a mean over drafted positions and not their sum, to a part of it
-        by their number.
+        inside `precision()`. `state` is that of the model's parameters, by default one without a running mean. A
+        decaying `rate` ends after `section.num_steps`. A gradient is clipped to norm 1; of a drafter whose loss is a
+        mean over drafted positions and not their sum, to a part of it by their number.
         """
         self._precision, self.kind = precision, KINDS[model.config.kind]
         self.model, self._section, self._average = model, section, average
         self._temperature = temperature or 1.0
         self.state = TrainingState(model, states=WITHOUT_MEAN) if state is None else state
-        peak = by_width(model, _WIDTH) * section.lr
-        self.rate = rate or OptimizerSection(lr=peak, warmup_steps=_WARMUP, schedule="cosine")
+        self.rate = rate or LearningRate(by_width(model, _WIDTH) * section.lr, _WARMUP, "cosine")
 
     @property
     def trained_steps(self) -> int:
@@ -113,6 +110,6 @@ class DrafterTrainer:
             self.state.free_gradients()
             raise DrafterError(f"the drafter's gradient norm is {size} in step {self.trained_steps + 1}")
         limit = _CLIP / self.model.averaged_positions
-        rate = lr_factor * learning_rate(self.rate, self.trained_steps, self._section.num_steps)
+        rate = lr_factor * self.rate.at(self.trained_steps, self._section.num_steps)
         self.state.step(rate, torch.clamp(limit / (norm + _NORM_EPS), max=1.0))
         return {"grad_norm": size, "lr": rate}

@@ -34,9 +34,9 @@ _READ_ELSEWHERE = """
 READ = frozenset((*_FLAGS, *_COUNTS, *ROPE_OBJECTS, *_READ_ELSEWHERE.split()))
 # Origin and storage of the file; training and kernels; settings of generation, and of heads for classification.
 _HARMLESS_NAMES = """
-    _name_or_path _commit_hash name_or_path transformers_version torch_dtype dtype use_bfloat16 torchscript use_cache
-    transformers.js_config unsloth_version unsloth_fixed model_name is_llama_config tokenizer_class model_max_length
-    max_sequence_length seq_length pretraining_tp tf_legacy_loss attention_backend
+    _name_or_path _model_name_or_path _commit_hash name_or_path transformers_version torch_dtype dtype use_bfloat16
+    torchscript use_cache transformers.js_config unsloth_version unsloth_fixed model_name is_llama_config
+    tokenizer_class model_max_length max_sequence_length seq_length pretraining_tp tf_legacy_loss attention_backend
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset attn_implementation
     use_flash_attn use_flash_attention use_flash_attention_2 _flash_attn_2_enabled attention_softmax_in_fp32
     initializer_range initializer_std init_std neftune_noise_alpha gradient_checkpointing chunk_size_feed_forward

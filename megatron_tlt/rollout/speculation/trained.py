@@ -2,7 +2,7 @@
 
 The drafter's pair at position s is (token at s, policy's hidden state of s - 1), which is read in the paged hidden
 states. Prompts are fed to it while they are prefilled, the pairs behind the last drafted position when the next draft
-is made. So plain decoding costs nothing, and drafting may begin at any time: of more than `RowDrafter.catch_up` missing
+is made. So plain decoding costs nothing, and drafting may begin at any time: of more than `decoder.CATCH_UP` missing
 pairs only the last ones are fed, and the drafter attends to nothing before them.
 
 Legend: B rows, T pairs, N drafted tokens.

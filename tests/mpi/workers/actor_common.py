@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tlt.config.algorithm import AlgorithmName
 from megatron_tlt.types import TrainBatch, TrainSequence, Trajectory
@@ -146,6 +147,19 @@ class Exploding:
 
     def loss(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         return (x.logprobs * x.mask).sum() * float("inf"), {}
+
+
+class Products(TorchDispatchMode):
+    """Collects `rows`, the numbers of rows of all matrix products of a forward in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-1].dtype is torch.bfloat16:
+            self.rows.add(args[-2].shape[0])
+        return func(*args, **(kwargs or {}))
 
 
 def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:

@@ -19,6 +19,7 @@ from megatron_tlt.distributed.world import World
 from tests.mpi.workers.actor_common import (
     LORA_KINDS,
     Exploding,
+    Products,
     relative_error,
     say,
     sequences,
@@ -93,6 +94,19 @@ def skip_everywhere(world: World, root: Path) -> None:
     say(world, case="skip", views=world.all_gather_object([out.skipped, untouched]))
 
 
+def half_precision(world: World, root: Path) -> None:
+    """bf16 where a rank has a part of the rows: near transformers, in products of few numbers of rows."""
+    wanted = torch.load(root / "qwen3.pt", weights_only=False)["logprobs"][0.8]
+    for layout in ({"cp": 2}, {"tp": 2, "sequence_parallel": True}):
+        policy = make_policy(world, root / "qwen3", keep_reference=False, dtype="bf16", **layout)
+        with Products() as products:
+            mine = policy.logprobs(sequences(18), 0.8)
+        distance = max(float(abs(a - b).max()) for a, b in zip(mine, wanted, strict=True))
+        views = world.all_gather_object((distance, products.rows))
+        rows = sorted(set.union(*(of for _, of in views)))
+        say(world, case="bf16", layout=layout, distance=max(far for far, _ in views), rows=rows)
+
+
 def overlap_changes_nothing(world: World, root: Path) -> None:
     """A sharded optimizer leaves the gathering of weights to the forwards of the modules that own them: some parameters
     are read elsewhere (adapters, experts, a tied head). With the gather in the forwards and without: the same bits.
@@ -118,6 +132,7 @@ def main() -> None:
     zero_advantages(world, root)
     hidden_states(world, root)
     if world.size == 2:
+        half_precision(world, root)
         overlap_changes_nothing(world, root)
     world.close()
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_tlt.actor import experts as module
 from megatron_tlt.actor.experts import GroupedExperts, _Dispatcher, _ZeroUnused
 
 # isort: split
@@ -18,16 +19,27 @@ ALIGNED = 16  # bytes, of rows in memory
 
 
 class Recorder(TorchDispatchMode):
-    """Operands of every grouped product."""
+    """Operands of every grouped product, and where groups end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operands: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.operands: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default:
-            self.operands.append(args[:2])
+            self.operands.append(args[:3])
         return func(*args, **(kwargs or {}))
+
+
+def experts_in_bf16() -> GroupedExperts:
+    """Four random ones of 8 x 16."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(moe_ffn_hidden_size=16, hidden_size=8, params_dtype=torch.bfloat16)
+    one = SimpleNamespace(size=lambda: 1)
+    experts = GroupedExperts(4, config, SimpleNamespace(expt_tp=one, ep=one, expt_dp=one))
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight)
+    return experts
 
 
 def test_gradients_of_experts_without_a_row_are_zero_whatever_the_product_left_there():
@@ -42,19 +54,14 @@ def test_experts_without_a_row_and_uneven_ones_are_laid_out_as_the_kernel_takes_
     """The kernel asserts, on the device: products over rows that experts share out (the weights' gradients) may have
     none of an expert, and any number, only as column-major times row-major.
     """
-    torch.manual_seed(0)
-    config = SimpleNamespace(moe_ffn_hidden_size=16, hidden_size=8, params_dtype=torch.bfloat16)
-    one = SimpleNamespace(size=lambda: 1)
-    experts = GroupedExperts(4, config, SimpleNamespace(expt_tp=one, ep=one, expt_dp=one))
-    for weight in experts.parameters():
-        torch.nn.init.normal_(weight)
+    experts = experts_in_bf16()
     rows, probs = torch.randn(10, 8, dtype=torch.bfloat16, requires_grad=True), torch.rand(10)
     with Recorder() as seen:
         output, _ = experts(rows, torch.tensor([3, 0, 6, 1]), probs)
         output.backward(torch.randn_like(output))
-    shapes = sorted((a.dim(), b.dim()) for a, b in seen.operands)
+    shapes = sorted((a.dim(), b.dim()) for a, b, _ in seen.operands)
     assert shapes == [(2, 2)] * 2 + [(2, 3)] * 4
-    for a, b in seen.operands:
+    for a, b, _ in seen.operands:
         if b.dim() == 2:
             assert a.stride(0) == 1 and b.stride(1) == 1
         else:
@@ -63,6 +70,25 @@ def test_experts_without_a_row_and_uneven_ones_are_laid_out_as_the_kernel_takes_
             assert all(stride * a.element_size() % ALIGNED == 0 for stride in strides if stride != 1)
     for weight in experts.parameters():
         assert not weight.grad[1].any() and all(weight.grad[i].any() for i in (0, 2, 3))
+
+
+def test_each_expert_meets_few_numbers_of_rows_in_bf16_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dense layers do (test_microbatch.py); padding changes neither outputs nor gradients."""
+    experts = experts_in_bf16()
+    given, toward = torch.randn(2, 139, 8, dtype=torch.bfloat16)
+    found = []
+    for is_padded in (True, False):
+        if not is_padded:
+            monkeypatch.setattr(module, "row_multiple", lambda *_: 1)
+        rows, probs = given.clone().requires_grad_(), torch.linspace(0.1, 0.9, 139, requires_grad=True)
+        with Recorder() as seen:
+            output, _ = experts(rows, torch.tensor([3, 0, 135, 1]), probs)
+            grads = torch.autograd.grad(output, (rows, probs, *experts.parameters()), toward)
+        ends = [[128, 128, 384, 512] if is_padded else [3, 3, 138, 139]]
+        assert [of.tolist() for *_, of in seen.operands] == ends * 6
+        found.append((output, *grads))
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() <= 1e-2 * theirs.norm()
 
 
 @pytest.mark.parametrize(("exchanges", "fused", "moved"), [(True, True, 3), (False, True, 0), (False, False, 1)])

@@ -237,7 +237,16 @@ def test_responses_of_another_seed_or_model_are_not_used(
     assert os.listdir(unfinished) == ["notes"], "what it has not made stays"
 
 
-def test_responses_that_cannot_be_kept_end_nothing(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_responses_that_cannot_be_kept_end_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    push, asked = models.push_policy, []
+
+    def noted(*given: Any, hashes: bool) -> str:
+        asked.append(hashes)
+        return push(*given, hashes=hashes)
+
+    monkeypatch.setattr(models, "push_policy", noted)
     (tmp_path / "out.jsonl.unfinished").write_text("in the way")
     generated(model, tmp_path / "out.jsonl")
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 6
@@ -248,3 +257,4 @@ def test_responses_that_cannot_be_kept_end_nothing(model: Path, tmp_path: Path, 
     generated(model, tmp_path / "pipe")
     assert os.read(reader, 1 << 16).count(b"\n") == 6
     assert not (tmp_path / "pipe.unfinished").exists()
+    assert asked == [True, False], "weights have a name, which takes a pass over them, for a cache alone"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron_tlt.config.actor import OptimizerSection
-from megatron_tlt.config.lr_schedule import learning_rate
 
 LINEAR = {"schedule": "linear", "min_lr": 0.2, "warmup_steps": 2}  # of 10 steps
 COSINE = {"schedule": "cosine"}
@@ -21,6 +20,6 @@ COSINE = {"schedule": "cosine"}
     ],
 )
 def test_rates_by_step(fields: dict[str, object], rates: dict[int, float]) -> None:
-    section = OptimizerSection.model_validate({"lr": 1.0, **fields})
-    found = {step: learning_rate(section, step, 10) for step in rates}
+    rate = OptimizerSection.model_validate({"lr": 1.0, **fields}).rate
+    found = {step: rate.at(step, 10) for step in rates}
     assert found == pytest.approx(rates)

@@ -1,5 +1,4 @@
 import io
-import logging
 from dataclasses import replace
 
 import pytest
@@ -25,22 +24,14 @@ METRICS = {
 }
 
 
-@pytest.fixture
-def logger():
-    yield logging.getLogger(f"{log.ROOT}.test")
-    logging.getLogger(log.ROOT).handlers.clear()
-    logging.getLogger(log.ROOT).propagate = True
-    log.enter_phase("start")
-
-
-def test_a_log_line_has_rank_step_and_phase(logger, capsys):
-    log.setup_logging(1, 4)
-    log.enter_phase("rollout", 7)
+def test_a_log_line_has_rank_step_and_phase(package_logger, capsys):
+    log.setup_logging(1, 4, lambda: "phase rollout, step 7")
+    logger = package_logger.getChild("test")
     logger.warning("two\nlines")
     logger.info("rank 1 keeps quiet")
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said[9:] == "rank 1/4 step 7 rollout | WARNING two / lines\n"
+    assert said[9:] == "rank 1/4 phase rollout, step 7 | WARNING two / lines\n"
 
 
 STEP_3 = (

@@ -48,7 +48,6 @@ def determinism(monkeypatch):
 )
 def test_a_deterministic_update_has_no_operation_that_only_warns(determinism, monkeypatch, device, asked, strict):
     """Where it may warn, PyTorch's fused attention takes atomic operations; cuBLAS needs its variable, too."""
-    monkeypatch.setattr(setup, "setup_logging", lambda rank, size: None)
     monkeypatch.setattr(setup, "lock_run_dir", lambda *_: None)
     world = SimpleNamespace(device=torch.device(device), rank=0, size=1, set_monitor=lambda start: None)
     setup._prepare(build_config({"model": {"path": "m"}, "train": {"deterministic": asked}}), world)
@@ -64,7 +63,6 @@ def test_fine_tuning_that_its_gpu_has_no_room_for_is_refused(monkeypatch, tmp_pa
     """As an RL run is, before a weight is loaded."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 10 * GIB))
     monkeypatch.setattr(device_memory, "let_segments_grow", lambda device: None)
-    monkeypatch.setattr(setup, "setup_logging", lambda rank, size: None)
     shape = load_config(ROOT / "configs/models/qwen2.5-7b.yaml").model.architecture
     tree = {
         "model": {"path": str(tmp_path / "m"), "architecture": shape.model_dump()},

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
-from megatron_tlt.config.actor import OptimizerSection
 from megatron_tlt.config.drafter import DrafterSection
+from megatron_tlt.config.lr_schedule import LearningRate
 from megatron_tlt.config.speculation import SpeculationSection
 from megatron_tlt.drafters.base import SavedDrafter
 from megatron_tlt.drafters.checkpoint import load_drafter, save_drafter
@@ -140,7 +140,7 @@ def trainer(name: str = "dspark") -> OnlineDrafterTrainer:
     model.initialise(0)
     options = {"lr": 3e-3, "start_lr": 3e-3, "micro_step_tokens": 64}
     made = OnlineDrafterTrainer(model, DrafterSection(online=options))
-    made._trainer.rate, made._decay = OptimizerSection(lr=3e-3), 0.5
+    made._trainer.rate, made._decay = LearningRate(3e-3), 0.5
     return made
 
 

@@ -204,7 +204,7 @@ PUBLISHED = {
     | {"rope_scaling": LLAMA3_ROPE, "torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True},
     "SmolLM2": {"is_llama_config": True, "rope_interleaved": False, "rope_scaling": None, "initializer_range": 0.04}
     | {"transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "_name_or_path": "x", "head_dim": None},
-    "a derivative": {"unsloth_fixed": True, "model_name": "a/b", "max_new_tokens": 20}
+    "a derivative": {"unsloth_fixed": True, "model_name": "a/b", "_model_name_or_path": "a/b", "max_new_tokens": 20}
     | {"_attn_implementation_autoset": True, "pad_token_id": 99, "max_length": 20}
     | {"attn_implementation": "flash_attention_2", "id2label": {"0": "a"}, "do_sample": True, "dtype": "bfloat16"},
 }
