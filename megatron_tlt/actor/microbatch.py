@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_tlt.actor.attention import PackedRows
 from megatron_tlt.actor.context_parallel import rows_of_rank
 from megatron_tlt.actor.routing import Routing
+from megatron_tlt.config.planning.activations import ROW_MULTIPLE
 from megatron_tlt.data.packing import pack_by_budget
 from megatron_tlt.types import TrainSequence, Trajectory
 
@@ -36,7 +37,7 @@ def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
     oneDNN, which multiplies bf16 on CPUs, compiles a kernel for each number of rows and keeps it, in pieces all over
     the heap: with a new number in each micro-batch a rank's memory would grow with every step.
     """
-    return 128 if device.type == "cpu" and dtype is torch.bfloat16 else 1
+    return ROW_MULTIPLE if device.type == "cpu" and dtype is torch.bfloat16 else 1
 
 
 class RowLayout(NamedTuple):

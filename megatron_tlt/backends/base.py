@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.data.tokenizer import HFTokenizer, ends_in
 from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.speculation.history import ResponseHistory
 
@@ -16,17 +14,6 @@ if TYPE_CHECKING:
 
 
 _LENGTHS_MIB = 64  # of a history without tokens: some 300,000 prompts of a data set
-
-
-def end_tokens(model: str | Path, tokenizer: HFTokenizer | None, stop: Sequence[str] = ()) -> list[int]:
-    """The tokens that end a response: those of the files in the directory `model` and of the tokenizer, which may be
-    another directory's, and the special tokens among the strings `stop`. Raises CheckpointError.
-    """
-    ends = {*ends_in(Path(model) / "config.json"), *ends_in(Path(model) / "generation_config.json")}
-    if tokenizer is not None:
-        special = (tokenizer.special_id(text) for text in stop)
-        ends.update(tokenizer.eos_token_ids, (token for token in special if token is not None))
-    return sorted(ends)
 
 
 class BaseBackend:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.config.checks.rollout import check_positions
 from megatron_tlt.config.checks.speculation import check_speculation
 from megatron_tlt.config.rollout import KV_BLOCK
+from megatron_tlt.data.tokenizer import end_tokens
 from megatron_tlt.distributed.launch import cpu_threads
 from megatron_tlt.drafters.checkpoint import load_drafter
 from megatron_tlt.drafters.registry import KINDS

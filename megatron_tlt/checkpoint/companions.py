@@ -9,9 +9,8 @@ import json
 import shutil
 from pathlib import Path
 
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.json_reader import read_object_if_there
-from megatron_tlt.data.tokenizer import TOKENIZER_FILES, HFTokenizer
+from megatron_tlt.data.tokenizer import TOKENIZER_FILES, HFTokenizer, end_tokens
 
 _GENERATION = "generation_config.json"
 

@@ -129,9 +129,9 @@ def argument_problems(args: argparse.Namespace) -> list[ConfigProblem]:
 
 def _generate_on(args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World) -> None:
     """One rank's part: several ranks are one tensor-parallel engine. Collective."""
-    from megatron_tlt.backends.base import end_tokens
     from megatron_tlt.data.hub import fetch_argument
     from megatron_tlt.data.prompts import file_prompts
+    from megatron_tlt.data.tokenizer import end_tokens
     from megatron_tlt.trainer.environments import Environments, before_a_run, open_turns, prompts_of
 
     world.enter("generate")
@@ -204,10 +204,9 @@ def _checked_tokenizer(
     args: argparse.Namespace, engine: RolloutSection, env: EnvSection | None, world: World
 ) -> HFTokenizer:
     """The model's tokenizer; rank 0 logs warnings of the input. Collective. Raises ConfigError with every problem."""
-    from megatron_tlt.backends.base import end_tokens
     from megatron_tlt.config.checks.speculation import unread_settings
     from megatron_tlt.data.chat_template import TemplateSettings
-    from megatron_tlt.data.tokenizer import HFTokenizer
+    from megatron_tlt.data.tokenizer import HFTokenizer, end_tokens
     from megatron_tlt.drafters.checkpoint import drafter_warnings
     from megatron_tlt.envs.build import environment_warning
     from megatron_tlt.models.hf.config import ModelConfig

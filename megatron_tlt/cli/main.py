@@ -48,7 +48,7 @@ _ABOUT = "Reinforcement learning of language models on Megatron-core, with specu
 _EXIT_CODES = (
     f"Exit codes: {OK} done; {FAILED} failed; {BAD_INPUT} arguments, configuration or input files are wrong; {SAVED} a "
     f"signal ended a training after its state was saved, and the same command resumes it; {INTERRUPTED} ended by "
-    "Ctrl-C, and nothing was saved but finished responses."
+    "Ctrl-C, and nothing was saved but finished responses; 143 `export` ended by SIGTERM, and nothing was saved."
 )
 _SETTING = re.compile(r"--\w+(\.\w+)+(=|$)")  # as options of other programs
 

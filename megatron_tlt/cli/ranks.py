@@ -115,7 +115,7 @@ def run_on_every_rank(section: DistributedSection, threads: int | None, body: Ca
 
 
 def _leave_to_first(world: World) -> None:
-    """Gives rank 0 the time to end all ranks."""
+    """Gives rank 0 some seconds to end all ranks."""
     if not world.is_main:
         time.sleep(_SAID_S)
 

@@ -155,6 +155,8 @@ def _completion(prompt_field: str, completion_field: str, record: Mapping[str, A
         return read_conversation(record, where)
     value, completion = field_of(record, prompt_field), field_of(record, completion_field)
     if isinstance(value, list) and isinstance(completion, list):  # messages in both, as TRL has them
+        if not completion:  # no text to learn
+            return Completion(checked_messages(value, prompt_field, where), ("",))
         row = read_conversation({**record, MESSAGES: [*value, *completion]}, where)
         if len(row.prompt) != len(value):
             allowed = f"must have all messages up to the user's last one, and {completion_field!r} those behind it"

@@ -274,3 +274,14 @@ def ends_in(file: Path) -> list[int]:
             f"{file}: eos_token_id = {value!r} must be a token id (0, 1, ..), a list of them, or null"
         )
     return ids
+
+
+def end_tokens(model: str | Path, tokenizer: HFTokenizer | None, stop: Sequence[str] = ()) -> list[int]:
+    """The tokens that end a response: those of the files in the directory `model` and of the tokenizer, which may be
+    another directory's, and the special tokens among the strings `stop`. Raises CheckpointError.
+    """
+    ends = {*ends_in(Path(model) / "config.json"), *ends_in(Path(model) / "generation_config.json")}
+    if tokenizer is not None:
+        special = (tokenizer.special_id(text) for text in stop)
+        ends.update(tokenizer.eos_token_ids, (token for token in special if token is not None))
+    return sorted(ends)

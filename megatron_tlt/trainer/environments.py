@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.dims import is_first_of_engine, rollout_replica
 from megatron_tlt.data.prompts import NO_ENV, EnvPrompts
+from megatron_tlt.data.tokenizer import end_tokens
 from megatron_tlt.data.turns import TurnTokens
 from megatron_tlt.distributed.processors import engine_cpus
 from megatron_tlt.envs.build import environment_tools, gives_rewards, has_opening

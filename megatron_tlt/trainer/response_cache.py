@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_tlt.actor.checkpoint_files import model_record
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.run import UNFINISHED, RolloutCacheSection
+from megatron_tlt.data.tokenizer import end_tokens
 from megatron_tlt.distributed.processors import processor
 from megatron_tlt.envs.build import environment_fingerprint
 from megatron_tlt.models.hf.config import ModelConfig

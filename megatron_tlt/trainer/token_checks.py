@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.completions import encoded_records, read_sequences
-from megatron_tlt.data.tokenizer import HFTokenizer, has_tokenizer, read_tokenizer
+from megatron_tlt.data.tokenizer import HFTokenizer, end_tokens, has_tokenizer, read_tokenizer
 from megatron_tlt.data.turn_form import PROMPT, TURN, read_turn_form
 from megatron_tlt.envs.build import environment_tools
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, DataError

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs
 from megatron_tlt.backends.trtllm.backend import TrtllmBackend
 from megatron_tlt.backends.trtllm.launch import trtllm_launch
+from megatron_tlt.data.tokenizer import end_tokens
 from megatron_tlt.drafters.checkpoint import write_directory
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.models.decoders.base import DTYPES

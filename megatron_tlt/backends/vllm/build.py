@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_tlt.backends.base import end_tokens
 from megatron_tlt.backends.devices import visible_device
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import HEARTBEAT_S, EngineProcess
@@ -22,6 +21,7 @@ from megatron_tlt.backends.vllm.args import (
 )
 from megatron_tlt.backends.vllm.backend import VllmBackend
 from megatron_tlt.backends.vllm.launch import vllm_launch
+from megatron_tlt.data.tokenizer import end_tokens
 from megatron_tlt.drafters.checkpoint import write_directory
 from megatron_tlt.drafters.registry import KINDS
 from megatron_tlt.errors import ConfigError

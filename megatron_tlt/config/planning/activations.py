@@ -6,13 +6,13 @@ micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, 
 
 * A decoder layer keeps for backward, as Korthikanti et al., arXiv 2205.05198, section 4, count GPT's, here for GQA,
   SwiGLU and attention without an A*T*T term: `T*e*(4H/s + (5A + 4K)*d/t + 3F/t)`. Each of two norms has its input and
-  its output; 5A + 4K is 3A + 3K without norms of queries and keys. On CPU the e of attention's own 3A + 3K is
-  that of fp32.
-  In fp32 on CUDA keys and values are kept for each query head (`heads_for`), 2A more; of all ranks, c + 1 times.
+  its output; 5A + 4K is 3A + 3K without norms of queries and keys. On CPU the e of these 3A + 3K is that of fp32. In
+  fp32 on CUDA keys and values are kept for each query head (`heads_for`), 2A more; of all ranks, c + 1 times.
 * Selective recompute: with `layernorm` no output of a norm is kept (`layer_spec: transformer_engine`), with `mlp_act`
   no activation, with `mlp` nothing of the MLP; full recompute (section 5): `T*e*H/s` a layer. What one layer computes
   again exists during its backward pass, with its gradients.
-* Experts, in the MLP's place: `R*e*(H + 4*G)` of R = 2*k*T/s rows, twice the even share (an assumption), four fp32
+* Experts, in the MLP's place: `R*e*(H + 4*G)` of R = 2*k*T/s rows, twice the even share (an assumption; in bf16 on
+  CPU 128 a local expert more, `experts.py`), four fp32
   tables of the router, and the shared expert's MLP.
 * 1F1B keeps pp - stage micro-batches alive on a stage (section 4.2.3).
 * Context parallelism gathers keys and values of all ranks, `2*c*K` more, and has them thrice in a backward pass; p2p
@@ -42,6 +42,7 @@ from megatron_tlt.config.root import TrainingConfig
 
 # Elements of one fp32 chunk in `actor.logprob`: 2 MB stays in a core's cache; 256 MB fills a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}
+ROW_MULTIPLE = 128  # of rows of bf16 products on CPUs, `actor.microbatch`
 _PROCESSORS = 160  # of the largest GPU, and a few
 
 
@@ -56,6 +57,7 @@ def activation_bytes(
         element=element_bytes(actor.dtype),
         tp=dims.tp,
         sequence=dims.tp if actor.sequence_parallel else 1,
+        ep=dims.ep,
         cp=dims.cp,
         gathers=actor.cp_comm(engine) == "all_gather",
         redoes_norms=engine,
@@ -90,6 +92,7 @@ class _Part:
     element: int  # e
     tp: int  # t
     sequence: int  # s
+    ep: int
     cp: int  # c
     gathers: bool  # context parallel attention gathers keys and values
     redoes_norms: bool  # where `layernorm` is to be computed again
@@ -129,7 +132,8 @@ class _Part:
 
     def _rows(self, shape: ArchitectureConfig) -> float:
         """R."""
-        return 2 * shape.num_experts_per_tok * self.tokens / self.sequence
+        padding = ROW_MULTIPLE * shape.num_experts / self.ep * (self.device == "cpu" and self.element == 2)
+        return 2 * shape.num_experts_per_tok * self.tokens / self.sequence + padding
 
     def backward(self, shape: ArchitectureConfig, has_experts: bool) -> float:
         """Temporaries of one layer's way back: gradients of the MLP or of the experts, with their rows on the way to

@@ -135,11 +135,12 @@ def test_messages_in_prompt_and_completion_are_a_conversation(tmp_path):
 
 
 def test_records_without_text_to_learn_are_left_out(tmp_path):
-    blank = [{**PAIR, "completion": " \n"}, {"messages": [ASKED, {**CALL, "content": ""}, OBSERVED, ANSWER]}]
+    blank: list[Any] = [{**PAIR, "completion": " \n"}, {"prompt": [ASKED], "completion": []}]
+    blank.append({"messages": [ASKED, {**CALL, "content": ""}, OBSERVED, ANSWER]})
     path = write(tmp_path / "r.jsonl", *map(json.dumps, [PAIR, *blank, {"messages": [ASKED, ANSWER]}]))
     found = read(path, HFTokenizer(DEMO_POLICY), 200, chat_template=True)
-    assert [sequence.trajectory.prompt_id for sequence in found] == [1, 4]
-    with pytest.raises(DataError, match=r"none of its 2 records has text to learn \(field 'completion', or the assist"):
+    assert [sequence.trajectory.prompt_id for sequence in found] == [1, 5]
+    with pytest.raises(DataError, match=r"none of its 3 records has text to learn \(field 'completion', or the assist"):
         read(write(path, *map(json.dumps, blank)), chat_template=True)
 
 
