@@ -135,7 +135,7 @@ def test_messages_in_prompt_and_completion_are_a_conversation(tmp_path):
 
 
 def test_records_without_text_to_learn_are_left_out(tmp_path):
-    blank: list[Any] = [{**PAIR, "completion": " \n"}, {"prompt": [ASKED], "completion": []}]
+    blank: list[object] = [{**PAIR, "completion": " \n"}, {"prompt": [ASKED], "completion": []}]
     blank.append({"messages": [ASKED, {**CALL, "content": ""}, OBSERVED, ANSWER]})
     path = write(tmp_path / "r.jsonl", *map(json.dumps, [PAIR, *blank, {"messages": [ASKED, ANSWER]}]))
     found = read(path, HFTokenizer(DEMO_POLICY), 200, chat_template=True)
