@@ -164,7 +164,7 @@ class TorchRowDrafter(RowDrafter):
     steps_cache = 0  # of a row's missing pairs, the last ones, which the steps cache themselves
 
     def __init__(self, drafter: TorchDrafter, kv: KVCache, rows: DraftingRows, pages: Tensor):
-        self._drafter, self._rows = drafter, rows
+        self._drafter, self._rows, self._catch_up = drafter, rows, CATCH_UP
         self.point_at(kv, pages)
         self._size = kv.block_size
         self._most, self._max_blocks = rows.block_tables.shape
@@ -189,7 +189,7 @@ class TorchRowDrafter(RowDrafter):
         if not len(active):
             return recorder.result()
         self._drafter.refresh_head()
-        pairs = missing_pairs(rows, active, CATCH_UP, self._size, self.steps_cache)
+        pairs = missing_pairs(rows, active, self._catch_up, self._size, self.steps_cache)
         if pairs is not None:
             self._drafter.feed(pairs, self._pages, self._kv)
         if not wanted.any():
