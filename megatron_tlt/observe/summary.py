@@ -55,7 +55,7 @@ def figures(run: RunData) -> Iterator[Figure]:
         last, _, error = accuracy(run.evals[-1]).partition(" ")
         yield Figure("held-out accuracy", last, ", ".join(filter(None, [error, before])))
     if reward := run.column("reward/mean")[1]:
-        yield Figure("reward", f"{reward[-1]:.3f}", f"{reward[0]:.3f} in the first step")
+        yield Figure("reward", f"{reward[-1]:.3f}", f"in the last step, {reward[0]:.3f} in the first")
     if failed := run.total("reward/failures"):
         yield Figure("rewards failed", f"{failed:,.0f}", "of all steps: recorded as rewards.failure_value")
     tokens, rollouts = run.total("engine/generated_tokens"), run.total("time/rollout") + run.total("time/idle")
@@ -103,7 +103,9 @@ def _tail(run: RunData) -> Iterator[Figure]:
         yield Figure("rollouts have no tail", f"{tail:.0%}", f"{note}: TLT has next to nothing to win")
     else:
         limit = steps / (steps - rollouts)
-        yield Figure("tail of the rollouts", f"{tail:.0%}", f"{note}; without rollouts steps were {limit:.1f}x as fast")
+        yield Figure(
+            "tail of the rollouts", f"{tail:.0%}", f"{note}; rollouts in no time would make steps {limit:.1f}x as fast"
+        )
 
 
 def accuracy(row: JsonRow) -> str:

@@ -29,7 +29,7 @@ def test_an_undisturbed_job_trains_to_its_end(scenes):
     assert [row["step"] for row in rows(scene.run_dir)] == [1, 2, 3, 4, 5, 6]
     logs = scene.folder / "logs"
     assert (logs / "latest").resolve() == (logs / scene.job / "latest").resolve() == logs / scene.job / "0"
-    assert "6 steps in" in scene.log(0)
+    assert "6 / 6" in scene.log(0)  # of the table at its end
     assert (logs / scene.job / "0/rank-00001.log").exists()
 
 
