@@ -26,6 +26,7 @@ from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
 from megatron_tlt.observe import colours
+from megatron_tlt.observe.summary import Stat
 
 Trace = dict[str, Any]
 Cell = str | float | int | None
@@ -63,15 +64,6 @@ def line(name: str, x: Collection[Any], y: Collection[Any], colour: str, **more:
 def bar(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
     """Bars of one colour. `more` replaces keys of the trace."""
     return {"type": "bar", "name": name, "x": list(x), "y": list(y), "marker": {"color": colour}} | more
-
-
-@dataclass
-class Stat:
-    """One number at the top of the page."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_tlt.config.data import is_of_unknown_scale
 from megatron_tlt.observe.equal_rewards import equal_rewards_warning
-from megatron_tlt.observe.page import Page, PageSection, Samples, Stat, Table
+from megatron_tlt.observe.page import Page, PageSection, Samples, Table
 from megatron_tlt.observe.report_charts import charts_of
 from megatron_tlt.observe.runfiles import JsonRow, RunData, require_metrics
 from megatron_tlt.observe.summary import accuracy, figures, when
@@ -23,7 +23,7 @@ _SAMPLE_STEPS = 12
 def run_page(run: RunData) -> Page:
     """The report of one run. Raises ConfigError where none of its metrics can be read."""
     require_metrics(run)
-    page = Page(f"Run {run.name}", subtitle(run), stats=[Stat(*figure) for figure in figures(run)])
+    page = Page(f"Run {run.name}", subtitle(run), stats=[*figures(run)])
     if not run.steps:
         before = "".join(f" Evaluated {when(row)}: {accuracy(row)}." for row in run.evals[:1])
         page.headline = f"No step is done yet: charts appear with the first one.{before}"

@@ -15,7 +15,7 @@ from megatron_tlt.observe.runfiles import RunData
 _NEXT_TO_NONE = 0.05  # share of time or tokens
 
 
-class Figure(NamedTuple):
+class Stat(NamedTuple):
     """One number, its `value` as text."""
 
     label: str
@@ -43,51 +43,51 @@ def print_summary(run: RunData, paths: Mapping[str, Path], console: Console) -> 
     console.print(phases, others)
 
 
-def figures(run: RunData) -> Iterator[Figure]:
+def figures(run: RunData) -> Iterator[Stat]:
     """The numbers of a run, over all its steps."""
     if total := run.total("time/step"):
         label = f"{run.last_step}" if run.num_steps is None else f"{run.last_step} / {run.num_steps}"
         whole = run.column("time/step", run.whole_steps)[1]
         each = f"{seconds_text(sum(whole) / len(whole))} each, " if whole else ""
-        yield Figure("steps", label, f"{each}{seconds_text(total)}")
+        yield Stat("steps", label, f"{each}{seconds_text(total)}")
     if run.evals:
         before = f"from {accuracy(run.evals[0])}" if len(run.evals) > 1 else when(run.evals[0])
         last, _, error = accuracy(run.evals[-1]).partition(" ")
-        yield Figure("held-out accuracy", last, ", ".join(filter(None, [error, before])))
+        yield Stat("held-out accuracy", last, ", ".join(filter(None, [error, before])))
     if reward := run.column("reward/mean")[1]:
-        yield Figure("reward", f"{reward[-1]:.3f}", f"in the last step, {reward[0]:.3f} in the first")
+        yield Stat("reward", f"{reward[-1]:.3f}", f"in the last step, {reward[0]:.3f} in the first")
     if failed := run.total("reward/failures"):
-        yield Figure("rewards failed", f"{failed:,.0f}", "of all steps: recorded as rewards.failure_value")
+        yield Stat("rewards failed", f"{failed:,.0f}", "of all steps: recorded as rewards.failure_value")
     tokens, rollouts = run.total("engine/generated_tokens"), run.total("time/rollout") + run.total("time/idle")
     if tokens and rollouts:
-        yield Figure("rollout", f"{tokens / rollouts:,.0f}", f"tokens/s, all ranks; {tokens:,.0f} tokens")
+        yield Stat("rollout", f"{tokens / rollouts:,.0f}", f"tokens/s, all ranks; {tokens:,.0f} tokens")
     if rows := run.total("engine/spec_row_steps"):
         emitted = run.total("engine/spec_emitted_tokens")
         share = emitted / max(1.0, tokens)
         note = f"{share:.0%} of tokens in steps with a draft"
         note += ": few requests had a draft, or plain decoding was faster" if share < _NEXT_TO_NONE else ""
-        yield Figure("accepted length", f"{emitted / rows:.2f}", note)
+        yield Stat("accepted length", f"{emitted / rows:.2f}", note)
     idle = run.total("idle/seconds")
     if used := run.total("idle/recovered_seconds"):
         note = f"{seconds_text(used)} of {seconds_text(idle)}, all ranks; {run.total('drafter/steps'):,.0f} steps"
-        yield Figure("idle time that trained the drafter", f"{used / idle:.0%}", note)
+        yield Stat("idle time that trained the drafter", f"{used / idle:.0%}", note)
     if pre_rolling := run.total("pre_rollout/seconds"):
         note = f"{seconds_text(pre_rolling)}, {run.total('pre_rollout/tokens'):,.0f} tokens"
         if accepted := run.total("engine/spec_pre_rolled_accepted"):
             note += f"; {accepted / max(1.0, tokens):.0%} of all tokens were pre-rolled"
-        yield Figure("idle time that pre-rolled", f"{pre_rolling / max(idle, pre_rolling):.0%}", note)
+        yield Stat("idle time that pre-rolled", f"{pre_rolling / max(idle, pre_rolling):.0%}", note)
     if parked := run.total("engine/parked_seconds"):
         used = run.total("env/recovered_seconds")
         note = f"all ranks; the drafter trained in {seconds_text(used)} of it"
-        yield Figure("waiting for environments", seconds_text(parked), note)
+        yield Stat("waiting for environments", seconds_text(parked), note)
     if unfinished := run.column("carry_over/unfinished")[1]:
         age = run.mean("carry_over/token_age")
         note = f"responses after the last step; trained tokens are {age:.2f} updates old"
-        yield Figure("carried over", f"{unfinished[-1]:.0f}", note)
+        yield Stat("carried over", f"{unfinished[-1]:.0f}", note)
     yield from _tail(run)
 
 
-def _tail(run: RunData) -> Iterator[Figure]:
+def _tail(run: RunData) -> Iterator[Stat]:
     """How much of the rollouts is a tail, in which some rank waits for others or few responses run.
 
     Drafts for few responses and training in idle time have no more than that to win from.
@@ -100,12 +100,10 @@ def _tail(run: RunData) -> Iterator[Figure]:
     tail, waiting = run.seconds_some_rank_waits() / rollouts, run.total("time/idle") / rollouts
     note = f"of the rollouts some rank waits, {waiting:.0%} of all ranks' time; longest response {longest:.1f} x median"
     if tail < _NEXT_TO_NONE and longest < 2:  # else few responses run at a rollout's end, also on a single rank
-        yield Figure("rollouts have no tail", f"{tail:.0%}", f"{note}: TLT has next to nothing to win")
+        yield Stat("rollouts have no tail", f"{tail:.0%}", f"{note}: TLT has next to nothing to win")
     else:
-        limit = steps / (steps - rollouts)
-        yield Figure(
-            "tail of the rollouts", f"{tail:.0%}", f"{note}; rollouts in no time would make steps {limit:.1f}x as fast"
-        )
+        limit = f"rollouts in no time would make steps {steps / (steps - rollouts):.1f}x as fast"
+        yield Stat("tail of the rollouts", f"{tail:.0%}", f"{note}; {limit}")
 
 
 def accuracy(row: JsonRow) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_tlt.observe import colours
 from megatron_tlt.observe.files import write_atomically
-from megatron_tlt.observe.page import Chart, Page, PageSection, Part, Stat, Table, bar, line
+from megatron_tlt.observe.page import Chart, Page, PageSection, Part, Table, bar, line
+from megatron_tlt.observe.summary import Stat
 from megatron_tlt.sim.result import MODES, SIM_PHASES, Point, SimResult
 from megatron_tlt.sim.tables import HUNDRED_STEPS, headline, largest, nodes_text, point_table
 

@@ -1,4 +1,4 @@
-"""A run's chat template and stop strings against its tokenizer.
+"""A run's chat template, stop strings and reward patterns against its tokenizer.
 
 `check` and every start call it; a tokenizer that is not on this machine is not looked at.
 """
@@ -90,30 +90,31 @@ def chat_warnings(config: TrainingConfig) -> list[str]:
 
     For a configuration without problems.
     """
-    tokenizer, name, section = tokenizer_here(config), config.chat_name, config.chat
-    if tokenizer is None:
-        return []
+    tokenizer = tokenizer_here(config)
+    return [] if tokenizer is None else [*_template_warnings(config, tokenizer), *_pattern_warnings(config, tokenizer)]
+
+
+def _template_warnings(config: TrainingConfig, tokenizer: HFTokenizer) -> list[str]:
+    name, section = config.chat_name, config.chat
     if not section.chat_template:
-        return _pattern_warnings(config, tokenizer, "")
+        return []
     if tokenizer.template is None:
         of_processor = Path(tokenizer.name) / "chat_template.json"
         if of_processor.is_file():
             return [(f"{of_processor} is read for processors of images only, so prompts have no chat template; "
                     "its text in chat_template.jinja would be used")]  # fmt: skip
         what = f"{tokenizer.name} has no chat template: prompts are plain text"
-        plain = f"{what}; {name}.chat_template=false says that this is meant"
-        return [plain, *_pattern_warnings(config, tokenizer, "")]
-    found = unread_warnings(tokenizer, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
-    return [*found, *_pattern_warnings(config, tokenizer, read_turn_form(tokenizer).opening)]
+        return [f"{what}; {name}.chat_template=false says that this is meant"]
+    return unread_warnings(tokenizer, f"{name}.chat_template_kwargs", section.chat_template_kwargs)
 
 
-def _pattern_warnings(config: TrainingConfig, tokenizer: HFTokenizer, opening: str) -> list[str]:
-    """Of reward patterns that name a special token, or the beginning of a thought where `opening`, the end of a
-    prompt, has it: texts of responses lack both. Plain search: such a pattern may do without the token.
+def _pattern_warnings(config: TrainingConfig, tokenizer: HFTokenizer) -> list[str]:
+    """Of reward patterns that name a special token, or the beginning of a thought that the chat template writes: texts
+    of responses lack both. Plain search: such a pattern may do without the token.
     """
     functions = () if config.rl is None else config.rl.rewards.functions
     lacking = dict.fromkeys(tokenizer.special_tokens, "is a special token, which texts of responses lack")
-    if opens_thought(opening):
+    if opens_thought(read_turn_form(tokenizer, config.chat.chat_template).opening):
         lacking[THOUGHT_BEGIN] = (
             "is written by the chat template at the end of the prompt, so responses begin behind it"
         )

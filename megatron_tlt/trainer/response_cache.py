@@ -61,8 +61,8 @@ def cache_beside(
     backend: RolloutBackend,
     identity: Mapping[str, Any],
 ) -> RolloutCache:
-    """The cache of a command that writes `out` whole at its end: OUT.unfinished, until `clear`. The
-    caller begins its one step, with the weights that the engine then has.
+    """The cache of a command that writes `out` whole at its end: OUT.unfinished, until `clear`. The caller
+    begins its one step, with the weights that the engine then has.
 
     Nothing is kept where `out` is None, a pipe or a device. Makes the directory of `out`. `identity`:
     `response_identity`. Collective. Raises OSError.

@@ -40,9 +40,9 @@ def turn_rows(
     has_tools: bool,
     in_thought: bool = False,
 ) -> list[JsonRow]:
-    """A row a turn, with the fields that it has: `response`, the text that the policy drew, up to the end of
-    a string of `stop`; `calls` in it, of tools; `observation`, the text given behind it; the environment's `reward`,
-    and the `seconds` waited for it.
+    """A row a turn, with the fields that it has: `response`, the text that the policy drew, up to the end of a
+    string of `stop`; `calls` in it, of tools; `observation`, the text given behind it; the environment's `reward`, and
+    the `seconds` waited for it.
     """
     rows: list[JsonRow] = []
     tokens, begin = sample.token_ids, 0

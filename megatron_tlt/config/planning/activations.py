@@ -12,8 +12,7 @@ micro-batch on this rank, H hidden, F intermediate, V vocabulary, d head width, 
   no activation, with `mlp` nothing of the MLP; full recompute (section 5): `T*e*H/s` a layer. What one layer computes
   again exists during its backward pass, with its gradients.
 * Experts, in the MLP's place: `R*e*(H + 4*G)` of R = 2*k*T/s rows, twice the even share (an assumption; in bf16 on
-  CPU 128 a local expert more, `experts.py`), four fp32
-  tables of the router, and the shared expert's MLP.
+  CPU 128 a local expert more, `experts.py`), four fp32 tables of the router, and the shared expert's MLP.
 * 1F1B keeps pp - stage micro-batches alive on a stage (section 4.2.3).
 * Context parallelism gathers keys and values of all ranks, `2*c*K` more, and has them thrice in a backward pass; p2p
   (Transformer Engine) has outputs of c steps, and keys and values that arrive and leave, `T*e*(c*A + 8*K)*d/t`. Masks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_tlt.observe.page import Chart, Page, PageSection, Samples, Stat, Table, bar
+from megatron_tlt.observe.page import Chart, Page, PageSection, Samples, Table, bar
+from megatron_tlt.observe.summary import Stat
 
 
 def test_text_from_data_cannot_become_markup():
