@@ -1,6 +1,6 @@
-"""The same RL job in TRL and here: seconds of a step side by side.
+"""The same RL job in TRL and here: seconds of a step and learning curves side by side.
 
-    python benchmarks/lib/proof_trl.py [--quick] [--model DIR --drafter DIR] --out r.json
+    python benchmarks/lib/proof_trl.py [--quick] [--model DIR --drafter DIR] [--eval-every K] --out r.json
 
 TRL's GRPOTrainer runs in an environment of its own (`make bench-trl`), on as many processes of one thread as this
 project has ranks, over gloo. Both start from the same policy and get the same prompts in the same order, this project's
@@ -9,8 +9,11 @@ AdamW, warm-up and gradient clipping, in fp32, or in bf16 with fp32 weights in t
 `transformers`; it has no drafter. The sides take turns (A B A B), each turn a job of its own from the starting policy.
 Start-up, evaluation and checkpoints are not in a step's seconds, on either side.
 
-Rows: {"part": "speed", "side", "turn", "step", "seconds", "reward", "mean_length"}. Summary: `vs_trl`, the median over
-turns and steps of TRL's seconds over ours for the same step; `trl_step_s`, `our_step_s`.
+Rows: {"part": "speed", "side", "turn", "step", "seconds", "reward", "mean_length"} and, with `--eval-every`, {"part":
+"accuracy", "side", "turn", "step", "accuracy", "stderr"}: this project's evaluation of either side's policy on the
+job's held-out prompts, after each so many steps and (of this side's turn, step 0) of the policy that both start from.
+Summary: `vs_trl`, the median over turns and steps of TRL's seconds over ours for the same step; `trl_step_s`,
+`our_step_s`; `trl_accuracy`, `our_accuracy`: of the last evaluation, the mean over turns.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Work:
     ranks: int
     trl_python: Path
     micro_batch: int  # responses of one process in one forward and backward of TRL
+    eval_every: int  # steps; 0: no evaluations
 
     def open_folder(self, name: str) -> Path:
         """A new folder."""
@@ -93,6 +97,8 @@ def write_job(work: Work, folder: Path, steps: int) -> Path:
     job = {
         "rows": str(folder / "rows.jsonl"),
         "out": str(folder / "result.json"),
+        "save_every": work.eval_every,
+        "policies": str(folder / "policies"),
         "scratch": str(folder / "trainer"),
         "model": config.model.path,
         "bf16": config.actor.dtype == "bf16",
@@ -133,8 +139,14 @@ def call(command: list[str], log: Path, **environment: str) -> None:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{log.read_text()[-4000:]}")
 
 
+def start_here(work: Work, command: str, options: list[str], log: Path) -> None:
+    """Runs a command of this project on the job's ranks, its output into `log`."""
+    start = [str(ROOT / "launch/local.sh"), "-n", str(work.ranks), "--cmd", command, str(work.config_path)]
+    call([*start, *work.overrides, *options], log)
+
+
 def train_trl(work: Work, steps: int) -> Rows:
-    """TRL's steps."""
+    """TRL's steps, and the accuracy of the policies that it kept."""
     folder = work.open_folder("trl")
     job = write_job(work, folder, steps)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(work.ranks)]
@@ -143,9 +155,9 @@ def train_trl(work: Work, steps: int) -> Rows:
     offline = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
     call([str(work.trl_python), *torchrun, *master, *worker], folder / "log", **offline)
     result = json.loads((folder / "result.json").read_text())
-    return [
+    rows: Rows = [
         {
-            "side": "trl",
+            "part": "speed",
             "step": step,
             "seconds": seconds,
             "reward": line["reward"],
@@ -153,49 +165,65 @@ def train_trl(work: Work, steps: int) -> Rows:
         }
         for step, (seconds, line) in enumerate(zip(result["seconds"], result["logs"], strict=True), 1)
     ]
+    return rows + [accuracy(work, policy) for policy in sorted(folder.glob("policies/*"))]
+
+
+def accuracy(work: Work, policy: Path) -> dict[str, Any]:
+    """The row of a policy that TRL kept in a folder whose name is its step."""
+    out = policy / "evaluation.json"
+    start_here(work, "eval", [f"model.path={policy}", f"--out={out}"], policy / "log")
+    found = json.loads(out.read_text())
+    return {
+        "part": "accuracy",
+        "step": int(policy.name),
+        "accuracy": found["pass_at"]["1"],
+        "stderr": found["stderr"],
+    }
 
 
 def train_here(work: Work, steps: int) -> Rows:
-    """This project's steps."""
+    """This project's steps and evaluations."""
     folder = work.open_folder("ours")
-    options = [f"train.num_steps={steps}", f"train.run_dir={folder}/run", "eval.every=0"]
-    options += ["checkpoint.every=0", "checkpoint.resume=never"]
-    start = [str(ROOT / "launch/local.sh"), "-n", str(work.ranks), "--cmd", "train", str(work.config_path)]
-    call([*start, *work.overrides, *options], folder / "log")
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [
-        {
-            "side": "ours",
-            "step": line["step"],
-            "seconds": line["time/step"],
-            "reward": line["reward/mean"],
-            "mean_length": line["length/mean"],
-        }
-        for line in lines
-        if "time/step" in line
-    ]
+    options = [f"train.num_steps={steps}", f"train.run_dir={folder}/run", f"eval.every={work.eval_every}"]
+    start_here(work, "train", [*options, "checkpoint.every=0", "checkpoint.resume=never"], folder / "log")
+    rows: Rows = []
+    for line in map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines()):
+        if "time/step" in line:
+            values = {"seconds": line["time/step"], "reward": line["reward/mean"], "mean_length": line["length/mean"]}
+            rows.append({"part": "speed", "step": line["step"], **values})
+        if "eval/pass@1" in line:
+            values = {"accuracy": line["eval/pass@1"], "stderr": line["eval/stderr"]}
+            rows.append({"part": "accuracy", "step": line["step"], **values})
+    return rows
 
 
-def compare_speed(work: Work, turns: int, steps: int) -> Rows:
+def compare(work: Work, turns: int, steps: int) -> Rows:
     """Rows of both sides, which take turns."""
     rows: Rows = []
     for turn in range(turns):
-        for side in (train_here(work, steps), train_trl(work, steps)):
-            rows += [{"part": "speed", "turn": turn, **row} for row in side]
-            for row in side:
-                print(f"turn {turn} {row['side']:5s} step {row['step']:3d} {row['seconds']:8.2f} s", flush=True)
+        for side, train in (("ours", train_here), ("trl", train_trl)):
+            for row in train(work, steps):
+                rows.append({"side": side, "turn": turn, **row})
+                value = f"{row['seconds']:8.2f} s" if row["part"] == "speed" else f"{row['accuracy']:8.3f} accuracy"
+                print(f"turn {turn} {side:5s} step {row['step']:3d} {value}", flush=True)
     return rows
 
 
 def summarize(rows: Rows) -> dict[str, float]:
     """The summary that the module's docstring lists."""
-    of = {
-        side: {(row["turn"], row["step"]): row["seconds"] for row in rows if row["side"] == side}
-        for side in ("trl", "ours")
-    }
+    of: dict[str, dict[tuple[int, int], float]] = {"trl": {}, "ours": {}}
+    for row in rows:
+        if row["part"] == "speed":
+            of[row["side"]][row["turn"], row["step"]] = row["seconds"]
     ratios = [of["trl"][step] / of["ours"][step] for step in of["trl"].keys() & of["ours"].keys()]
     medians = {side: statistics.median(seconds.values()) for side, seconds in of.items()}
-    return {"vs_trl": statistics.median(ratios), "trl_step_s": medians["trl"], "our_step_s": medians["ours"]}
+    found = {"vs_trl": statistics.median(ratios), "trl_step_s": medians["trl"], "our_step_s": medians["ours"]}
+    judged = [row for row in rows if row["part"] == "accuracy"]
+    last = max((row["step"] for row in judged), default=0)
+    for name, side in (("trl_accuracy", "trl"), ("our_accuracy", "ours")):
+        if ends := [row["accuracy"] for row in judged if row["side"] == side and row["step"] == last]:
+            found[name] = statistics.fmean(ends)
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -209,6 +237,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=16, help="per_device_train_batch_size of TRL")
     parser.add_argument("--turns", type=int, default=2, help="of each side")
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
+    parser.add_argument("--eval-every", type=int, default=0, metavar="K", help="steps between evaluations; 0: none")
     parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings of the job, both sides")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -220,7 +249,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     if args.quick:
-        args.turns, args.steps = 1, 1
+        args.turns, args.steps, args.eval_every = 1, 1, 1
     overrides = (
         f"model.path={args.model}",
         f"rollout.speculation.drafter_path={args.drafter}",
@@ -230,9 +259,9 @@ def main() -> None:
     config = load_config(args.config, overrides)
     check_same(config)
     with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder), args.ranks, args.trl_python, args.micro_batch
+        given = Path(folder), args.ranks, args.trl_python, args.micro_batch, args.eval_every
         work = Work(config, args.config, overrides, *given)
-        rows = compare_speed(work, args.turns, args.steps)
+        rows = compare(work, args.turns, args.steps)
     summary = summarize(rows)
     for name, value in summary.items():
         print(f"{name:28s} {value:10.3f}")

@@ -26,17 +26,21 @@ from megatron_tlt.config.data import RewardSection
 
 
 class StepClock(TrainerCallback):
-    """Seconds of every step."""
+    """Seconds of every step; keeps the policy of each `save_every`-th step (0: of none) in `policies`/STEP."""
 
-    def __init__(self) -> None:
+    def __init__(self, save_every: int, policies: Path) -> None:
         self.seconds: list[float] = []
+        self.save_every, self.policies = save_every, policies
         self._step = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._step = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, processing_class: Any, **_: Any) -> None:
         self.seconds.append(time.perf_counter() - self._step)
+        if self.save_every and state.global_step % self.save_every == 0 and state.is_world_process_zero:
+            for part in (model, processing_class):
+                part.save_pretrained(self.policies / f"{state.global_step:06d}")
 
 
 def reward_function(section: RewardSection) -> Any:
@@ -113,7 +117,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), job["lr"], betas=job["betas"], eps=job["eps"], weight_decay=0.0)
     warmup = max(1, job["warmup_steps"])
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warmup))
-    clock = StepClock()
+    clock = StepClock(job["save_every"], Path(job["policies"]))
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=[reward_function(RewardSection.model_validate(job["rewards"]))],

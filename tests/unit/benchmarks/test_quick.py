@@ -85,4 +85,6 @@ def test_a_quick_run_of_a_real_model(tmp_path: Path):
 def test_a_quick_run_beside_trl(tmp_path: Path):
     if not (ROOT / ".venv/peers-trl/bin/python").exists():
         pytest.skip("no TRL: make bench-trl")
-    assert run(tmp_path, "lib/proof_trl")["summary"]["vs_trl"] > 0
+    summary = run(tmp_path, "lib/proof_trl")["summary"]
+    assert summary["vs_trl"] > 0
+    assert 0 < summary["trl_accuracy"] < 1
