@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -169,9 +170,13 @@ def train_trl(work: Work, steps: int) -> Rows:
 
 
 def accuracy(work: Work, policy: Path) -> dict[str, Any]:
-    """The row of a policy that TRL kept in a folder whose name is its step."""
+    """The row of a policy that TRL kept in a folder whose name is its step. It is evaluated without the drafter, which
+    another policy's embedding belongs to; drafts change no response.
+    """
     out = policy / "evaluation.json"
-    start_here(work, "eval", [f"model.path={policy}", f"--out={out}"], policy / "log")
+    spec = "rollout.speculation"
+    options = [f"model.path={policy}", f"{spec}.drafter=none", f"{spec}.drafter_path=null", f"--out={out}"]
+    start_here(work, "eval", options, policy / "log")
     found = json.loads(out.read_text())
     return {
         "part": "accuracy",
@@ -258,14 +263,15 @@ def main() -> None:
     )
     config = load_config(args.config, overrides)
     check_same(config)
-    with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder), args.ranks, args.trl_python, args.micro_batch, args.eval_every
-        work = Work(config, args.config, overrides, *given)
-        rows = compare(work, args.turns, args.steps)
+    folder = Path(tempfile.mkdtemp(prefix="proof-trl-"))
+    given = args.ranks, args.trl_python, args.micro_batch, args.eval_every
+    work = Work(config, args.config, overrides, folder, *given)
+    rows = compare(work, args.turns, args.steps)
     summary = summarize(rows)
     for name, value in summary.items():
         print(f"{name:28s} {value:10.3f}")
     write_record(args.out, rows, summary)
+    shutil.rmtree(folder)  # of a comparison that failed it stays: hours of steps and policies
 
 
 if __name__ == "__main__":
