@@ -397,6 +397,16 @@ def test_builds_for_other_instruction_sets_compute_the_same(tmp_path) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="takes GCC for aarch64")
+@pytest.mark.parametrize("options", [(), build.BF16])
+def test_it_compiles_for_arm(options: tuple[str, ...], tmp_path, monkeypatch) -> None:
+    flags = tuple("-march=armv8-a" if flag == "-march=native" else flag for flag in build.FLAGS)
+    monkeypatch.setattr(build, "FLAGS", flags)
+    build._compile("aarch64-linux-gnu-gcc", options, tmp_path / "native.so")
+    assert (tmp_path / "native.so").read_bytes()[18] == 183  # e_machine: AArch64
+
+
+@pytest.mark.ci
 @pytest.mark.skipif(not (shutil.which("gcc") and shutil.which("clang")), reason="takes gcc and clang")
 def test_gcc_and_clang_compute_the_same_bits(tmp_path) -> None:
     code = (

@@ -20,13 +20,14 @@
 
 #include "tlt.h"
 
+/* Tells the processor that its thread waits for another one. */
+static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
-#define PAUSE() __builtin_ia32_pause()
+    __builtin_ia32_pause();
 #elif defined(__aarch64__)
-#define PAUSE() __asm__ __volatile__("yield")
-#else
-#define PAUSE() __asm__ __volatile__("" ::: "memory")
+    __asm__ __volatile__("yield");
 #endif
+}
 
 #define SPIN_CLOSED 1500 /* pauses before a helper of a closed team sleeps: some 20 to 50 us */
 #define SPIN_OPEN 2000   /* pauses within a forward before a thread starts yielding */
@@ -82,10 +83,10 @@ static void *helper(void *arg) {
             continue;
         }
         if (!must_sleep(index)) {
-            if (spin < SPIN_OPEN) PAUSE(), spin++;
+            if (spin < SPIN_OPEN) relax(), spin++;
             else sched_yield();
         } else if (spin < SPIN_CLOSED) {
-            PAUSE();
+            relax();
             spin++;
         } else {
             pthread_mutex_lock(&lock);
@@ -133,7 +134,7 @@ static void run_stage(long first, long count, TltUnit unit, void *arg) {
     STORE(word, next << (UNIT_BITS + COUNT_BITS) | (uint64_t)count << UNIT_BITS);
     take_units();
     for (int spin = 0; LOAD(done) != count;) {
-        if (spin < SPIN_OPEN) PAUSE(), spin++;
+        if (spin < SPIN_OPEN) relax(), spin++;
         else sched_yield();
     }
 }
