@@ -117,8 +117,6 @@ def removal_warning(config: TrainingConfig) -> str | None:
         return None
     resumed = checkpoint_to_resume(config)
     start = 0 if resumed is None else resumed[1].step
-    if config.rl is not None and start >= config.rl.train.num_steps:  # nothing is done
-        return None
     there = files.complete_steps(config.state_dir / "checkpoints")
     if not (later := [path.name for path in there if files.step_of(path) > start]):
         return None
