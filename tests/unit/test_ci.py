@@ -29,7 +29,10 @@ def ci(tmp_path):
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     stubs = {"bin/make": MAKE, ".venv/bin/python": PYTHON, "bin/df": "#!/bin/sh\necho; echo / 0 0 99999999\n"}
-    stubs |= dict.fromkeys(("bin/cc", "bin/chromium", "bin/slurmctld", "bin/slurmd", "bin/munged"), "#!/bin/sh\n")
+    stubs |= dict.fromkeys(
+        ("bin/cc", "bin/aarch64-linux-gnu-gcc", "bin/chromium", "bin/slurmctld", "bin/slurmd", "bin/munged"),
+        "#!/bin/sh\n",
+    )
     for name, text in {**stubs, "bin/python3.11": "#!/bin/sh\n"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
