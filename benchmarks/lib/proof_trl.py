@@ -170,12 +170,11 @@ def train_trl(work: Work, steps: int) -> Rows:
 
 
 def accuracy(work: Work, policy: Path) -> dict[str, Any]:
-    """The row of a policy that TRL kept in a folder whose name is its step. It is evaluated without the drafter, which
-    another policy's embedding belongs to; drafts change no response.
+    """The row of a policy that TRL kept in a folder whose name is its step. The drafter is that of the policy that both
+    sides start from; drafts change no response.
     """
     out = policy / "evaluation.json"
-    spec = "rollout.speculation"
-    options = [f"model.path={policy}", f"{spec}.drafter=none", f"{spec}.drafter_path=null", f"--out={out}"]
+    options = [f"model.path={policy}", "rollout.speculation.allow_other_policy=true", f"--out={out}"]
     start_here(work, "eval", options, policy / "log")
     found = json.loads(out.read_text())
     return {
