@@ -298,14 +298,13 @@ def _phase_times(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _rollout_rates(row: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Tokens a second until the slowest rank ends, which waits least, and the share of all ranks' rollouts in which
-    every request waited for its environment. `ranks`: seconds of each one's phases. Nothing of a step whose responses
-    all come from the rollout cache.
+    every request waited for its environment. `ranks`: seconds of each one's phases. No rate of tokens where
+    all responses come from the rollout cache.
     """
     tokens = row["engine/generated_tokens"]
-    if tokens == 0:
-        return {}
-    rates = {"engine/tokens_per_s": tokens / min(p.get("rollout", 0.0) + p.get("idle", 0.0) for p in ranks)}
-    if "engine/parked_seconds" in row:
+    seconds = min(phases.get("rollout", 0.0) + phases.get("idle", 0.0) for phases in ranks)
+    rates = {"engine/tokens_per_s": tokens / seconds} if tokens and seconds > 0 else {}
+    if "engine/parked_seconds" in row and seconds > 0:
         rates["env/parked_share"] = row["engine/parked_seconds"] / sum(phases["rollout"] for phases in ranks)
     return rates
 

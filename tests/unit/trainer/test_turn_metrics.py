@@ -49,6 +49,7 @@ def test_the_share_of_waiting_is_of_all_ranks_rollouts():
     ranks = [{"rollout": 3.0, "idle": 0.0}, {"rollout": 1.0, "idle": 2.5}]
     assert _rollout_rates(row, ranks) == {"engine/tokens_per_s": 10.0, "env/parked_share": 0.5}
     assert _rollout_rates({"engine/generated_tokens": 0.0}, [{"rollout": 0.1}]) == {}
+    assert _rollout_rates(row, [{}]) == {}  # a clock that stands still
     two_rounds = [{"rollout": 3.0 + 1.0, "idle": 1.0}, {"rollout": 1.0 + 2.0, "idle": 2.0}]
     assert _rollout_rates({"engine/generated_tokens": 30.0}, two_rounds)["engine/tokens_per_s"] == 6.0
 
