@@ -67,8 +67,9 @@ gpu-check: setup  ## What only a GPU can say, in some 15 minutes; ARGS="--parts 
 
 # For a machine without network that has torch and transformers of its own: docs/guides/gpu_check.md.
 WHEELS := megatron-core|mpi4py|mpich|pydantic|pydantic_core|annotated-types|typing-inspection|ruamel\.yaml|nvidia-ml-py
-PLATFORMS := manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
-gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without network (Python 3.12)
+ARCH ?= x86_64
+PLATFORMS := $(addsuffix _$(ARCH),manylinux_2_28 manylinux_2_17 manylinux2014 manylinux1)
+gpu-wheels: setup  ## Fetch into .whl what gpu-check needs on a machine without network (Python 3.12); ARCH=aarch64: on ARM
 	grep -E '^($(WHEELS))==' requirements.txt > .wheels.txt
 	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 		$(foreach p,$(PLATFORMS),--platform $(p)) -d .whl -r .wheels.txt

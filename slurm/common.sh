@@ -54,8 +54,8 @@ set_rank_environment() {
     # Ranks, and later starts, hash texts alike: some procedural tasks draw their items from a set.
     export PYTHONHASHSEED="${PYTHONHASHSEED:-0}"
     # glibc asks for pages of 2 MiB for its heap, which many kernels map on request only: a pass over the weights of a CPU
-    # rank then needs 512 times fewer translations of addresses.
-    export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
+    # rank then needs 512 times fewer translations of addresses. Beside pages of 64 KiB (ARM) a large one has 512 MiB.
+    [ "$(getconf PAGESIZE)" != 4096 ] || export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 }
 
 set_environment() {

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Of ranks and engines that a benchmark starts: their heap is on pages of 2 MiB, as that of launch/local.sh.
 LARGE_PAGES = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")}
+if os.sysconf("SC_PAGESIZE") != 4096:
+    LARGE_PAGES.clear()
 
 
 def machine() -> str:

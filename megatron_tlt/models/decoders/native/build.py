@@ -24,7 +24,9 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.observe.log import announced
 
 SOURCE_DIR = Path(__file__).with_name("csrc")
-FLAGS = ("-std=gnu99", "-O3", "-march=native", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
+FLAGS = ("-std=gnu99", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
+# On ARM no option names the processor for GCC 9 and clang 14 alike, and the sources have no form for its extensions.
+OF_PROCESSOR = {"x86_64": ("-march=native",)}
 BF16 = ("-DTLT_BF16",)  # options of the library that computes with bf16 numbers
 COMPILERS = "gcc 9 or later, or clang"  # __builtin_convertvector
 CACHE_VARIABLE = "MEGATRON_TLT_CACHE"
@@ -58,9 +60,14 @@ def missing_for_triton() -> str | None:
     return None if header.is_file() else f"no {header} (python3-dev)"
 
 
+def flags() -> tuple[str, ...]:
+    """Options of the compiler on this machine."""
+    return FLAGS + OF_PROCESSOR.get(platform.machine(), ())
+
+
 @cache
 def library_path(options: tuple[str, ...] = ()) -> Path:
-    """Path of the library compiled with FLAGS and `options`, built now if it is not cached, which takes seconds. Raises
+    """Path of the library compiled with `flags` and `options`, built now if it is not cached, which takes seconds. Raises
     BackendError if it cannot be built.
     """
     compiler = find_compiler()
@@ -93,7 +100,7 @@ def _compile(compiler: str, options: tuple[str, ...], target: Path) -> None:
     sources = sorted(str(p) for p in SOURCE_DIR.glob("*.c"))
     try:
         done = subprocess.run(
-            [compiler, *FLAGS, *options, *sources, "-o", name, "-lm"], capture_output=True, text=True, check=False
+            [compiler, *flags(), *options, *sources, "-o", name, "-lm"], capture_output=True, text=True, check=False
         )
         if done.returncode:
             can = f"{COMPILERS}, with an assembler of its time, can; kernels=torch does without"
@@ -109,7 +116,7 @@ def _key(compiler: str, options: tuple[str, ...]) -> str:
     for source in sorted(SOURCE_DIR.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update(repr((compiler, version, FLAGS, options, platform.machine(), _cpu_features())).encode())
+    digest.update(repr((compiler, version, flags(), options, platform.machine(), _cpu_features())).encode())
     return digest.hexdigest()[:20]
 
 
