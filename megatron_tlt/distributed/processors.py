@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from megatron_tlt.distributed.together import Ranks
 
-_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve", "sve2")  # those that products are chosen by
+# Those that products are chosen by.
+_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve", "sve2")
 
 
 def cpu_lines(*fields: str) -> set[str]:

@@ -49,7 +49,11 @@ def comparison(a: RunData, b: RunData) -> str:
     one, two = (replace(run, steps=[row for row in run.steps if row["step"] in shared]) for run in (a, b))
     names = (a.name, b.name) if a.name != b.name else (str(a.run_dir), str(b.run_dir))
     is_other_work = bool(_differing(a.rollouts, b.rollouts, "responses"))
-    speed = (_speed_by_tokens if is_other_work else _speed)((one, two), names)
+    others = [name for name in ("model", "data", "env") if a.config.get(name) != b.config.get(name)]
+    if is_other_work and others:
+        speed = f"They differ in {' and '.join(others)}, so their speeds are not compared."
+    else:
+        speed = (_speed_by_tokens if is_other_work else _speed)((one, two), names)
     caution = _caution((one, two)) if is_same else ""
     parts = [f"{said} {speed}{caution}{_left_out(common - shared)}", f"A: {subtitle(a)}\nB: {subtitle(b)}"]
     tables: dict[str, list[tuple[str, ...]]] = {

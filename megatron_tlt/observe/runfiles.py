@@ -120,6 +120,10 @@ class RunData:
         waits = ([v for name, v in row.items() if name.startswith(OF_RANK)] for row in self.steps)
         return float(sum(max(seconds, default=0.0) for seconds in waits))
 
+    def idle_seconds(self) -> list[float]:
+        """Seconds that each rank of the last step waited for the others' rollouts, over all steps."""
+        return [self.total(name) for row in self.steps[-1:] for name in row if name.startswith(OF_RANK)]
+
     def samples(self, steps: Collection[int]) -> Iterator[JsonRow]:
         """Rows of samples.jsonl of `steps`, in their order. The others, of which long runs have GB, are not parsed."""
 

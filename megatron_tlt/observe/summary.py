@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -50,10 +51,7 @@ def figures(run: RunData) -> Iterator[Stat]:
         whole = run.column("time/step", run.whole_steps)[1]
         each = f"{seconds_text(sum(whole) / len(whole))} each, " if whole else ""
         yield Stat("steps", label, f"{each}{seconds_text(total)}")
-    if run.evals:
-        before = f"from {accuracy(run.evals[0])}" if len(run.evals) > 1 else when(run.evals[0])
-        last, _, error = accuracy(run.evals[-1]).partition(" ")
-        yield Stat("held-out accuracy", last, ", ".join(filter(None, [error, before])))
+    yield from _evaluations(run)
     if reward := run.column("reward/mean")[1]:
         yield Stat("reward", f"{reward[-1]:.3f}", f"in the last step, {reward[0]:.3f} in the first")
     if failed := run.total("reward/failures"):
@@ -87,6 +85,17 @@ def figures(run: RunData) -> Iterator[Stat]:
     yield from _tail(run)
 
 
+def _evaluations(run: RunData) -> Iterator[Stat]:
+    """What was learned, and what it took to see it."""
+    if run.evals:
+        before = _rise(run.evals[0], run.evals[-1]) if len(run.evals) > 1 else when(run.evals[0])
+        last, _, error = accuracy(run.evals[-1]).partition(" ")
+        yield Stat("held-out accuracy", last, ", ".join(filter(None, [error, before])))
+    if seconds := run.column("eval/seconds", run.evals)[1]:
+        number = f"{len(seconds)} evaluation{'s' * (len(seconds) > 1)}"
+        yield Stat("evaluating", seconds_text(sum(seconds)), f"{number}, in no step's seconds")
+
+
 def _tail(run: RunData) -> Iterator[Stat]:
     """How much of the rollouts is a tail, in which some rank waits for others or few responses run.
 
@@ -98,12 +107,24 @@ def _tail(run: RunData) -> Iterator[Stat]:
         return
     longest = sum(run.column("length/max")[1]) / max(1.0, sum(medians))
     tail, waiting = run.seconds_some_rank_waits() / rollouts, run.total("time/idle") / rollouts
-    note = f"of the rollouts some rank waits, {waiting:.0%} of all ranks' time; longest response {longest:.1f} x median"
+    each = sorted(seconds / rollouts for seconds in run.idle_seconds())
+    waits = f"{waiting:.0%} of all ranks' time" + (f" ({each[0]:.0%} to {each[-1]:.0%} of a rank's)" if each else "")
+    note = f"of the rollouts some rank waits, {waits}; longest response {longest:.1f} x median"
     if tail < _NEXT_TO_NONE and longest < 2:  # else few responses run at a rollout's end, also on a single rank
         yield Stat("rollouts have no tail", f"{tail:.0%}", f"{note}: TLT has next to nothing to win")
     else:
         limit = f"rollouts in no time would make steps {steps / (steps - rollouts):.1f}x as fast"
         yield Stat("tail of the rollouts", f"{tail:.0%}", f"{note}; {limit}")
+
+
+def _rise(first: JsonRow, last: JsonRow) -> str:
+    """What two evaluations differ by, with the standard error that it has if they are independent: of the same prompts
+    it is smaller.
+    """
+    rise = (last.get("eval/pass@1") or 0) - (first.get("eval/pass@1") or 0)
+    errors = [row.get("eval/stderr") for row in (first, last)]
+    error = "" if None in errors else f" ± {math.hypot(*errors):.3f}"
+    return f"from {accuracy(first)}: {rise:+.3f}{error}"
 
 
 def accuracy(row: JsonRow) -> str:

@@ -10,6 +10,7 @@ Ranks wait for each other in the idle window, by polling, and in the collectives
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -144,11 +145,12 @@ class RLTrainer(Job):
         """Evaluates before the first step, every `eval.every` steps and after the last, once each; whether it has."""
         if self.evaluator is None or not self._is_evaluation_due():
             return False
+        began = time.perf_counter()
         with self.metrics.phase("eval"):
             result = self.evaluator.run(self.state.step, self.shutdown)
         self.sampler.take_stats()  # tokens of the evaluation are not counted as rollout
         self.state.evaluations.append(result)
-        self.metrics.log_eval(result)
+        self.metrics.log_eval(result, time.perf_counter() - began)
         return True
 
     def _is_evaluation_due(self) -> bool:

@@ -232,10 +232,10 @@ class RunMetrics:
         if self._responses is not None:
             self._responses.write_rows(step, *response_rows(scored, self._turns_of))
 
-    def log_eval(self, result: EvalResult) -> None:
-        """Writes an evaluation, beside the metrics of its step."""
+    def log_eval(self, result: EvalResult, seconds: float) -> None:
+        """Writes an evaluation, which took so many seconds, beside the metrics of its step."""
         if self._metrics is not None:
-            self._metrics.log(result.step, result.metrics())
+            self._metrics.log(result.step, result.metrics() | {"eval/seconds": seconds})
         shown = "  ".join(f"pass@{k} {value:.3f}" for k, value in result.pass_at.items())
         error = "" if math.isnan(result.stderr) else f"± {result.stderr:.3f}, "
         self.note(

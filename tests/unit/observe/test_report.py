@@ -95,7 +95,12 @@ def test_the_curve_is_the_sum_of_the_ranks_in_the_longest_rollout(tmp_path):
 @pytest.mark.parametrize(
     ("waits", "longest", "label", "figures"),
     [
-        ([6.0, 0.0], 150, "tail of the rollouts", ["60%", "30% of all", "1.5 x", "3.0x as fast"]),
+        (
+            [6.0, 0.0],
+            150,
+            "tail of the rollouts",
+            ["60%", "30% of all", "(0% to 60% of a rank's)", "1.5 x", "3.0x as fast"],
+        ),
         ([0.3, 0.1], 150, "rollouts have no tail", ["3%", "2% of all", "1.5 x"]),
         ([0.0], 400, "tail of the rollouts", ["0%", "4.0 x"]),
     ],
@@ -258,6 +263,10 @@ def test_evaluations_after_the_same_steps_are_compared(tmp_path):
     a.evals, b.evals = [of[3]], [of[0]]
     notes = [stat.note for run in (a, b) for stat in run_page(run).stats if stat.label == "held-out accuracy"]
     assert notes == ["± 0.020, after step 3", "± 0.020, before the first step"]
+    a.evals = [of[0] | {"eval/seconds": 70.0}, of[3] | {"eval/stderr": 0.015, "eval/seconds": 60.0}]
+    stats = {stat.label: stat for stat in run_page(a).stats}
+    assert stats["held-out accuracy"].note == "± 0.015, from 0.000 ± 0.020: +0.300 ± 0.025"
+    assert stats["evaluating"].value == "2 min 10 s" and stats["evaluating"].note.startswith("2 evaluations, ")
 
 
 def test_an_unknown_standard_error_is_left_out():
@@ -304,6 +313,9 @@ def test_runs_of_other_responses_are_compared_by_tokens(tmp_path):
     x, y = map(float, re.findall(r"by ([\d.]+) s against ([\d.]+) s for 1,000 generated tokens", text)[0])
     assert x < 0.2 and x / y == pytest.approx(a / b, rel=0.01)
     assert "× as fast (" not in text
+    configure(tmp_path / "long", model={"path": "another"})
+    text = comparison(runs[0], read_run(tmp_path / "long"))
+    assert "They differ in model, so their speeds are not compared." in text and "as fast" not in text
 
 
 def test_runs_without_digests_are_compared_in_speed_alone(tmp_path):

@@ -179,7 +179,7 @@ def test_an_evaluations_line_has_the_standard_error_that_is_known(tmp_path: Path
     notes: list[str] = []
     with closing(metrics_of(tmp_path)) as metrics:
         metrics.note = notes.append  # type: ignore[method-assign]
-        metrics.log_eval(EvalResult(3, 1, {"1": 1.0}, error, 1.0, 5.0, 5.0, 0.0, 0))
+        metrics.log_eval(EvalResult(3, 1, {"1": 1.0}, error, 1.0, 5.0, 5.0, 0.0, 0), 2.0)
     assert [note.partition(", length")[0] for note in notes] == [f"evaluation after step 3: pass@1 1.000 {shown}"]
 
 

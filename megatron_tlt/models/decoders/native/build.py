@@ -67,8 +67,8 @@ def flags() -> tuple[str, ...]:
 
 @cache
 def library_path(options: tuple[str, ...] = ()) -> Path:
-    """Path of the library compiled with `flags` and `options`, built now if it is not cached, which takes seconds. Raises
-    BackendError if it cannot be built.
+    """Path of the library compiled with `flags` and `options`, built now if it is not cached, which takes seconds.
+    Raises BackendError if it cannot be built.
     """
     compiler = find_compiler()
     if compiler is None:
