@@ -113,16 +113,18 @@ def removal_warning(config: TrainingConfig) -> str | None:
     where there are none.
     """
     resume = config.checkpoint.resume
-    if resume == "auto" or (config.rl is not None and not config.rl.trains):
+    if resume == "auto":
         return None
     resumed = checkpoint_to_resume(config)
     start = 0 if resumed is None else resumed[1].step
+    if config.rl is not None and start >= config.rl.train.num_steps:
+        return None  # it is evaluated at most
     there = files.complete_steps(config.state_dir / "checkpoints")
     if not (later := [path.name for path in there if files.step_of(path) > start]):
         return None
     return (
-        f"checkpoint.resume = {resume} goes on after step {start}: the first step or evaluation removes the rows of "
-        f"later steps, the first save {shortened(later[::-1])} of {config.state_dir}; another directory keeps them"
+        f"checkpoint.resume = {resume} goes on after step {start}: the rows of later steps are removed at once, by "
+        f"the first save {shortened(later[::-1])} of {config.state_dir}; another directory keeps them"
     )
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from megatron_tlt.types import SampleGroup
 
 _log = logging.getLogger(__name__)
+_EVERY_STEP = 1 << 30  # more than a run has
 _COUNTERS = ("steps", "prompt_tokens", "generated_tokens", "finished_requests", "preemptions")
 _NOT_OF_PROCESSES = {"preemptions", "prefill_steps"}  # which engines in processes of their own do not count
 _TURN_COUNTERS = ("turns", "given_tokens", "prefill_steps")
@@ -90,9 +91,11 @@ class RunMetrics:
         self._may_warn_of_threshold = world.is_main and config.rewards.is_of_unknown_scale
 
     def start(self) -> None:
-        """Opens the files that a resumed run continues; rows after the steps done are dropped."""
-        section, steps_done = self._config.observe, self.state.step
-        self._step, self._steps_done = min(steps_done + 1, self._config.train.num_steps), steps_done
+        """Opens the files that a resumed run continues; rows after the steps done are dropped where steps are left."""
+        section, steps_done, num_steps = self._config.observe, self.state.step, self._config.train.num_steps
+        self._step, self._steps_done = min(steps_done + 1, num_steps), steps_done
+        if steps_done >= num_steps:  # only to be evaluated
+            steps_done = _EVERY_STEP
         self._events.start(steps_done, self.world.size)
         dump = self._config.model_dump(mode="json")
         self._metrics = MetricsLogger(self._run_dir, section, self.world.rank, steps_done, dump)
@@ -109,8 +112,8 @@ class RunMetrics:
             directory = self._run_dir / RESPONSES_DIR
             directory.mkdir(mode=0o700, exist_ok=True)
             self._responses = StepFile(rank_file(directory, self.world.rank), steps_done)
-        if steps_done:
-            self._progress.note(f"resumed after step {steps_done}")
+        if self._steps_done:
+            self._progress.note(f"resumed after step {self._steps_done}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.data.hub import with_names
 from megatron_tlt.models.hf.peft import is_same_model
 from megatron_tlt.observe.files import write_atomically
-from megatron_tlt.observe.jsonl import StepFile
+from megatron_tlt.observe.jsonl import StepFile, read_rows
 from megatron_tlt.observe.runfiles import CONFIG_FILE
 from megatron_tlt.workers.user_code import code_digest, source_of
 
@@ -47,24 +47,35 @@ def write_config(
     begins.
 
     Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on, and
-    the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values.
+    the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values. The first
+    start of a run that branches off another one has that one's record, a rollback the values that its step had.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
     named |= {"code": _code(named), "reference": reference_fingerprint(config), "processor": processor}
     named["held_out"] = dict(held_out or {})
-    try:
-        before: Any = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
-        found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
-    except (OSError, ValueError, TypeError):  # the first start, or no record of this program
-        found = {}
+    before = _last_record([directory, *config.recorded_in])
+    found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
+    later = [row for row in read_rows(directory / CHANGES_FILE) if row["step"] > (step or 0)]
+    for field, (former, new) in (item for row in reversed(later) for item in row["changed"].items()):
+        found[field] = former, found.get(field, (former, new))[1]
+    found = {field: pair for field, pair in found.items() if pair[0] != pair[1]}
     named_too = {_DRAFTER} if has_drafter else set()
     changed = {f: pair for f, pair in found.items() if step is not None and (_is_learned_from(f) or f in named_too)}
     if changed or (directory / CHANGES_FILE).exists():
         with StepFile(directory / CHANGES_FILE, step or 0) as file:  # without lines of later steps
             file.write_rows(step or 0, *([{"changed": changed}] if changed else []))
     write_atomically(directory / CONFIG_FILE, [json.dumps(named, indent=2)])
-    return [f"{field}{_remark(field)}" for field in changed]
+    return [f"{field}{_remark(field, pair)}" for field, pair in changed.items()]
+
+
+def _last_record(places: Sequence[Path]) -> dict[str, Any]:
+    """The record in the first of some directories that has one; empty where none has one of this program."""
+    for place in places:
+        with suppress(OSError, ValueError):
+            if isinstance(record := json.loads((place / CONFIG_FILE).read_text(encoding="utf-8")), dict):
+                return record
+    return {}
 
 
 def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
@@ -87,9 +98,11 @@ def other_model(config: TrainingConfig, run_dir: Path) -> list[str]:
     ]
 
 
-def _remark(field: str) -> str:
-    """What a warning says behind a changed field."""
-    if field in (_ADAPTER, _DRAFTER):
+def _remark(field: str, values: tuple[Any, Any]) -> str:
+    """What a warning says behind a changed field. With a drafter's directory or without has an effect: the learning
+    rate is that of a trained one or of a new one.
+    """
+    if field == _ADAPTER or (field == _DRAFTER and None not in values):
         return " (without effect: the weights are the checkpoint's)"
     remarks = {"reference": "other weights", "held_out": "other rows", "code": "or a .py file beside it"}
     remark = remarks.get(field.partition(".")[0])

@@ -67,6 +67,19 @@ def test_a_start_that_saves_no_responses_keeps_those_of_steps_that_are_done(tmp_
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1]
 
 
+def test_a_start_without_steps_left_removes_no_row_of_later_steps(tmp_path: Path) -> None:
+    """It evaluates an earlier checkpoint."""
+    start(tmp_path, 1, 0)
+    start(tmp_path, 1, 1)
+    (tmp_path / METRICS_FILE).write_text('{"step":2}\n')
+    files = {file: text for file in tmp_path.rglob("*.jsonl") if (text := file.read_text())}
+    own = {"train": {"run_dir": str(tmp_path), "num_steps": 1}, "observe": {"tensorboard": True, "progress": "none"}}
+    with closing(metrics_of(tmp_path, 1, 1, **own)) as metrics:
+        metrics.start()
+    assert all(file.read_text().startswith(text) for file, text in files.items())
+    assert {file.name for file in files} == {METRICS_FILE, SAMPLES_FILE, "rank-00000.jsonl"}
+
+
 @pytest.mark.parametrize("steps_done", [0, 1])
 def test_a_start_on_fewer_ranks_repeats_no_step_of_those_that_are_no_more(tmp_path: Path, steps_done: int) -> None:
     for rank in range(2):

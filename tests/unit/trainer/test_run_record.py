@@ -48,10 +48,26 @@ def test_weights_that_the_checkpoint_replaces_are_named_as_without_effect(
     tmp_path: Path, has_drafter: bool, field: str | None
 ) -> None:
     """A checkpoint without a drafter, of a run that does not train it, leaves `drafter_path` its effect."""
-    start(tmp_path, "actor.lora.rank=4", has_drafter=has_drafter)
+    old = "rollout.speculation.drafter_path=/b"
+    start(tmp_path, "actor.lora.rank=4", old, has_drafter=has_drafter)
     given = f"{field or 'rollout.speculation.drafter_path'}=/a"
     expected = [] if field is None else [f"{field} (without effect: the weights are the checkpoint's)"]
-    assert start(tmp_path, "actor.lora.rank=4", given, has_drafter=has_drafter) == expected
+    assert (
+        start(
+            tmp_path, "actor.lora.rank=4", *([old] if field and "lora" in field else []), given, has_drafter=has_drafter
+        )
+        == expected
+    )
+    if has_drafter and field == "rollout.speculation.drafter_path":
+        assert start(tmp_path, "actor.lora.rank=4", has_drafter=True) == [field], "with the rate of a new one"
+
+
+def test_a_run_that_branches_off_is_compared_with_the_one_that_it_leaves(tmp_path: Path) -> None:
+    trunk, branch = tmp_path / "trunk", tmp_path / "branch"
+    start(trunk, "optimizer.lr=0.5", step=None)
+    resume = f"checkpoint.resume={trunk}/checkpoints/step-000003"
+    assert start(branch, "optimizer.lr=0.25", resume) == ["optimizer.lr"]
+    assert start(branch, "optimizer.lr=0.25", resume) == [], "its own record comes first"
 
 
 def test_a_mapping_of_the_users_own_is_compared_whole(tmp_path: Path) -> None:
@@ -76,7 +92,11 @@ def test_changes_are_kept_with_their_values_by_step(tmp_path: Path) -> None:
     other = {"eval.max_tokens": [None, 9], "processor": ["x86_64 avx2", "x86_64 avx2 avx512f"]}
     assert kept() == [first, (6, other)]
     start(tmp_path, "optimizer.lr=0.25", "eval.max_tokens=9", step=5, processor="x86_64 avx2 avx512f")
-    assert kept() == [first], "of a later checkpoint, which it did not go on from"
+    assert kept() == [first, (5, other)], "a later line is of steps that are made again; its values are still set"
+    start(tmp_path, "optimizer.lr=0.125", "eval.max_tokens=9", step=2)
+    assert kept() == [(2, {"optimizer.lr": [0.5, 0.125], "eval.max_tokens": [None, 9]})], "the values of step 2"
+    start(tmp_path, "optimizer.lr=0.125", step=1)
+    assert kept() == [(1, {"optimizer.lr": [0.5, 0.125]})]
     assert start(tmp_path, "optimizer.lr=0.5", step=None) == kept() == [], "begun anew"
 
 
