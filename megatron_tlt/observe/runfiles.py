@@ -22,12 +22,15 @@ from megatron_tlt.observe.metrics import METRICS_FILE, OF_RANK
 from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.json"
+CHANGES_FILE = "config_changes.jsonl"
+_OF_MEASURE = ("data.eval", "held_out", "eval", "rewards", "code", "env")  # settings of what an evaluation measures
 NOT_IN_STEP = {"step", "log", "eval", "checkpoint"}  # of `time/`: the step itself, and what is in no `time/step`
 _STEP_OF_ROW = re.compile(rb'\{"step":(\d+),')  # how `StepFile` begins a line
 _EVENT = {"ts": int | float, "step": int | None, "kind": str, "name": str}
 _FIELDS: dict[str, dict[str, type | UnionType]] = {
     METRICS_FILE: {"step": int, "time": int | float},
     ROLLOUTS_FILE: {"step": int, "samples": int},
+    CHANGES_FILE: {"step": int, "changed": dict},
     SAMPLES_FILE: {"step": int, "reward": int | float, "prompt": str, "response": str},
 }
 """Fields that a row of each file has; rows without them are skipped like torn lines."""
@@ -50,6 +53,8 @@ class RunData:
     """Grows as events and samples are read."""
     condition: str = ""
     """What the status files say, as `RunStatus.condition`; empty: there are none."""
+    measured_since: int = -1
+    """The step after which what evaluations measure was changed last; evaluations until then are another measure."""
     reasons: list[str] = field(default_factory=list)
     """Why it ended."""
 
@@ -193,7 +198,14 @@ def read_run(run_dir: str | Path, with_rollouts: bool = True) -> RunData:
         rows(ROLLOUTS_FILE) if with_rollouts else [],
         ranks_of(folder),
         skipped,
+        measured_since=max((row["step"] for row in rows(CHANGES_FILE) if _changes_measure(row)), default=-1),
     )
+
+
+def _changes_measure(row: JsonRow) -> bool:
+    """Whether a row of `CHANGES_FILE` has a setting of `_OF_MEASURE`; how often is evaluated is none."""
+    fields = row["changed"].keys() - {"eval.every"}
+    return any(f"{name}.".startswith(f"{part}.") for name in fields for part in _OF_MEASURE)
 
 
 def _is_evaluation(row: JsonRow) -> bool:

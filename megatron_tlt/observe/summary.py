@@ -88,8 +88,12 @@ def figures(run: RunData) -> Iterator[Stat]:
 def _evaluations(run: RunData) -> Iterator[Stat]:
     """What was learned, and what it took to see it."""
     if run.evals:
-        before = _rise(run.evals[0], run.evals[-1]) if len(run.evals) > 1 else when(run.evals[0])
-        last, _, error = accuracy(run.evals[-1]).partition(" ")
+        alike = [row for row in run.evals if row["step"] > run.measured_since] or run.evals[-1:]
+        before = _rise(alike[0], alike[-1]) if len(alike) > 1 else when(alike[0])
+        before += (
+            "" if len(alike) == len(run.evals) else "; earlier ones were measured otherwise (config_changes.jsonl)"
+        )
+        last, _, error = accuracy(alike[-1]).partition(" ")
         yield Stat("held-out accuracy", last, ", ".join(filter(None, [error, before])))
     if seconds := run.column("eval/seconds", run.evals)[1]:
         number = f"{len(seconds)} evaluation{'s' * (len(seconds) > 1)}"

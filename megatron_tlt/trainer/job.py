@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_tlt.distributed.processors import processor
 from megatron_tlt.errors import CheckpointError, ConfigError, SharedError
+from megatron_tlt.observe.runfiles import CHANGES_FILE
 from megatron_tlt.resilience.shutdown import GracefulExit
-from megatron_tlt.trainer.run_record import CHANGES_FILE, write_config
+from megatron_tlt.trainer.run_record import write_config
 
 if TYPE_CHECKING:
     from megatron_tlt.checkpoint.manager import CheckpointManager

@@ -14,10 +14,8 @@ from megatron_tlt.data.hub import with_names
 from megatron_tlt.models.hf.peft import is_same_model
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.jsonl import StepFile, read_rows
-from megatron_tlt.observe.runfiles import CONFIG_FILE
+from megatron_tlt.observe.runfiles import CHANGES_FILE, CONFIG_FILE
 from megatron_tlt.workers.user_code import code_digest, source_of
-
-CHANGES_FILE = "config_changes.jsonl"
 
 # Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (

@@ -269,6 +269,24 @@ def test_evaluations_after_the_same_steps_are_compared(tmp_path):
     assert stats["evaluating"].value == "2 min 10 s" and stats["evaluating"].note.startswith("2 evaluations, ")
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_other"),
+    [
+        ("rewards.functions.0.threshold", True),
+        ("held_out.data.eval", True),
+        ("eval.every", False),
+        ("optimizer.lr", False),
+    ],
+)
+def test_evaluations_that_measure_otherwise_are_no_rise(tmp_path, changed, is_other):
+    folder = write_run(tmp_path / "r")
+    (folder / "config_changes.jsonl").write_text(to_line({"step": 3, "changed": {changed: [1, 2]}}))
+    run = read_run(folder)
+    run.evals = [{"step": step, "eval/pass@1": step / 10, "eval/stderr": 0.02} for step in (0, 3, 6, 9)]
+    (note,) = [stat.note for stat in run_page(run).stats if stat.label == "held-out accuracy"]
+    assert ("+0.300" in note and "measured otherwise" in note) if is_other else "+0.900" in note
+
+
 def test_an_unknown_standard_error_is_left_out():
     assert accuracy({"eval/pass@1": 1.0, "eval/stderr": None}) == "1.000"
     assert accuracy({"eval/pass@1": 1.0, "eval/stderr": 0.0}) == "1.000 ± 0.000"

@@ -10,7 +10,8 @@ import pytest
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 from megatron_tlt.models.hf.writer import save_hf
-from megatron_tlt.trainer.run_record import CHANGES_FILE, other_model, write_config
+from megatron_tlt.observe.runfiles import CHANGES_FILE
+from megatron_tlt.trainer.run_record import other_model, write_config
 from tests.helpers.tiny_models import TINY, random_weights
 
 
