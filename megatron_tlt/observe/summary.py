@@ -90,9 +90,8 @@ def _evaluations(run: RunData) -> Iterator[Stat]:
     if run.evals:
         alike = [row for row in run.evals if row["step"] > run.measured_since] or run.evals[-1:]
         before = _rise(alike[0], alike[-1]) if len(alike) > 1 else when(alike[0])
-        before += (
-            "" if len(alike) == len(run.evals) else "; earlier ones were measured otherwise (config_changes.jsonl)"
-        )
+        if len(alike) < len(run.evals):
+            before += "; earlier ones were measured otherwise (config_changes.jsonl)"
         last, _, error = accuracy(alike[-1]).partition(" ")
         yield Stat("held-out accuracy", last, ", ".join(filter(None, [error, before])))
     if seconds := run.column("eval/seconds", run.evals)[1]:
@@ -126,8 +125,8 @@ def _rise(first: JsonRow, last: JsonRow) -> str:
     it is smaller.
     """
     rise = (last.get("eval/pass@1") or 0) - (first.get("eval/pass@1") or 0)
-    errors = [row.get("eval/stderr") for row in (first, last)]
-    error = "" if None in errors else f" ± {math.hypot(*errors):.3f}"
+    errors = [error for row in (first, last) if (error := row.get("eval/stderr")) is not None]
+    error = f" ± {math.hypot(*errors):.3f}" if len(errors) == 2 else ""
     return f"from {accuracy(first)}: {rise:+.3f}{error}"
 
 
