@@ -25,7 +25,7 @@ from megatron_tlt.observe.log import announced
 
 SOURCE_DIR = Path(__file__).with_name("csrc")
 FLAGS = ("-std=gnu99", "-O3", "-ffp-contract=off", "-pthread", "-shared", "-fPIC")
-# On ARM no option names the processor for GCC 9 and clang 14 alike, and the sources have no form for its extensions.
+# The sources have forms for extensions of x86 only (csrc/simd.h), so elsewhere nothing is chosen by the processor.
 OF_PROCESSOR = {"x86_64": ("-march=native",)}
 BF16 = ("-DTLT_BF16",)  # options of the library that computes with bf16 numbers
 COMPILERS = "gcc 9 or later, or clang"  # __builtin_convertvector
