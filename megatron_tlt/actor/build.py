@@ -6,7 +6,7 @@ Legend: T packed rows, N response rows, V vocabulary columns of this TP rank.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -320,6 +320,8 @@ class PolicyModel:
         self.config, self.groups = config, groups
         self.megatron_config = transformer_config(config, actor)
         self._rows: Tensor | None = None
+        self.on_forward: Callable[[], object] = lambda: None
+        """Called before each micro-batch."""
         self.collector: ForwardStateCollector | None = None
         padded = -(-config.vocab_size // actor.tp) * actor.tp
         with cpu_as_cuda():
@@ -390,6 +392,7 @@ class PolicyModel:
 
         `wrapped` comes from the schedule: the module itself or its DDP wrapper.
         """
+        self.on_forward()
         self._rows = batch.rows
         packing = batch.packing
         if self._inv_freq is not None:

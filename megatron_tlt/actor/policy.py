@@ -141,6 +141,7 @@ class MegatronPolicy:
         """
         self.world.enter("load")
         built = PolicyModel(config, actor, self.groups, model.max_context)
+        built.on_forward = self.world.heartbeat
         if model.megatron_path is not None:
             load_model(self.world, built.module, self.groups, model.megatron_path, config)
         else:
@@ -149,6 +150,7 @@ class MegatronPolicy:
         if actor.lora is not None:
             factors = factor_reader(actor.lora, config, built.adapters, self._seed)
             load_weights(built.module, config, self.groups, factors, built.adapters, on_tensor=self.world.heartbeat)
+        self.world.wait_for_all()  # a host may read for longer than a collective may take
         return built
 
     def communicating(self) -> list[dist.ProcessGroup]:

@@ -148,9 +148,9 @@ class WatchdogSection(Section):
 
     hang_s: NonNegativeFloat | None = None
     """A rank that shows no sign of life for so many seconds ends the job, with the stacks of all ranks in
-    run_dir/stacks; 0: never. Longer than the longest update, checkpoint write and read of one weight or checkpoint
-    file, and at least twice `distributed.timeout_s`: a rank that waits in a collective shows no sign of life either.
-    Default: three times that."""
+    run_dir/stacks; 0: never. Longer than the longest micro-batch, checkpoint write and read of one weight or
+    checkpoint file, and at least twice `distributed.timeout_s`: a rank that waits in a collective shows no sign of
+    life either. Default: three times that."""
 
 
 class ClusterSection(Section):

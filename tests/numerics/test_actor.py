@@ -31,6 +31,7 @@ def test_equals_transformers(kind: str) -> None:
     assert found["gradients"] <= 1e-5, found
     assert found["loss"] <= 1e-5
     assert found["entropy"] <= 1e-5, "the mean of unmasked tokens"
+    assert found["signs_of_life"] >= found["micro_batches"] > 1
 
 
 def test_replayed_experts_and_the_routers_losses_have_transformers_gradients() -> None:

@@ -66,7 +66,8 @@ def parity(world: World, root: Path, kind: str) -> None:
     )
     errors = {str(t): worst(policy.logprobs(sequences(18), t), lp) for t, lp in expected["logprobs"].items()}
     reference = worst(policy.logprobs(sequences(18), 0.8, which="reference"), expected["logprobs"][0.8])
-    out = policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8))
+    with mock.patch.object(world._phase, "monitor") as monitor:
+        out = policy.train_step(train_batch([sequences(18)], [250.0], temperature=0.8))
     gradients, where = relative_error(copy_of(named_gradients(policy)), expected["gradients"])
     say(
         world,
@@ -79,6 +80,8 @@ def parity(world: World, root: Path, kind: str) -> None:
         where=where,
         loss=abs(out.metrics["loss"] - expected["loss"]),
         entropy=abs(out.metrics["entropy"] - expected["entropy"]),
+        signs_of_life=monitor.report.call_count,
+        micro_batches=len(policy._pack(sequences(18))),
     )
 
 
