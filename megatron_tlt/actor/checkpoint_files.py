@@ -2,7 +2,8 @@
 
     run_dir/checkpoints/step-000120.tmp/    being written; never read
                         step-000120/        complete on disk: shards, megatron's metadata, manifest.json
-                        latest              text file with the name of the newest complete one
+                        latest              text file with the name of the one that the run goes on from: the newest
+                                            complete one, or what a start has named since; step-000000: none
 
 A directory gets its final name by one rename, after every file in it is on disk, and `latest` moves after
 that, so a crash at any moment leaves `latest` on a complete checkpoint. A step that is saved again has no directory
@@ -206,11 +207,11 @@ def publish(directory: Path, manifest: Manifest, keep: int | None) -> None:
         os.rename(directory, old)  # deleting takes long, and `latest` may still point here
     os.rename(scratch, directory)
     sync(directory.parent)
-    write_atomically(directory.parent / LATEST, [directory.name])
-    sync(directory.parent)
+    before = read_latest(directory.parent)
+    write_latest(directory.parent, directory.name)
     shutil.rmtree(old, ignore_errors=True)
     if keep is not None:
-        prune_checkpoints(directory.parent, keep, newest=directory)
+        prune_checkpoints(directory.parent, keep, directory, step_of(before or directory))
 
 
 def put_back(checkpoints: Path) -> None:
@@ -222,15 +223,16 @@ def put_back(checkpoints: Path) -> None:
             sync(checkpoints)
 
 
-def prune_checkpoints(checkpoints: Path, keep: int, newest: Path) -> None:
+def prune_checkpoints(checkpoints: Path, keep: int, newest: Path, before: int) -> None:
     """Removes all but the `keep` newest checkpoints, and leftovers of interrupted saves; never `newest`.
 
-    Leftovers are removed first: `put_back` must not find one without its checkpoint. Then steps later than that of
-    `newest`: this run resumed from before them.
+    `before`: the step that `latest` named until then. Leftovers are removed first: `put_back` must not find one without
+    its checkpoint. Then steps after `before` or `newest`: this run went on from before them.
     """
-    current = step_of(newest)
-    older = [path for path in complete_steps(checkpoints) if step_of(path) < current]
-    later = [path for path in complete_steps(checkpoints) if step_of(path) > current]
+    others = [path for path in complete_steps(checkpoints) if path != newest]
+    last = min(before, step_of(newest))
+    older = [path for path in others if step_of(path) <= last]
+    later = [path for path in others if step_of(path) > last]
     leftovers = [path for path in checkpoints.glob("step-*.tmp") if path != scratch_of(newest)]
     for path in [*leftovers, *later, *older[max(0, keep - 1) :]]:
         shutil.rmtree(path, ignore_errors=True)
@@ -241,8 +243,16 @@ def scratch_of(directory: Path) -> Path:
     return directory.with_name(directory.name + ".tmp")
 
 
+def write_latest(checkpoints: Path, name: str) -> None:
+    """Moves `latest` to the checkpoint of that name, or absolute path where it is another run's. On disk at once."""
+    write_atomically(checkpoints / LATEST, [name])
+    sync(checkpoints)
+
+
 def read_latest(checkpoints: Path) -> Path | None:
-    """The checkpoint `latest` points to, None where there is no pointer, or one that names no checkpoint."""
+    """The checkpoint `latest` points to, of step 0 where the run begins anew, whatever is there. None where there is
+    no pointer, or one that names no checkpoint.
+    """
     pointer = checkpoints / LATEST
     name = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
-    return checkpoints / name if _NAME.fullmatch(name) else None
+    return checkpoints / name if _NAME.fullmatch(Path(name).name) else None

@@ -8,7 +8,7 @@ RUN_DIR/checkpoints/step-000030/
                                                   evaluations, mean lengths by prompt
   drafter.safetensors                             drafter, its mean and moments (`drafters/state_file.py`)
   carried.jsonl                                   responses that the next step continues (`carried_file.py`)
-RUN_DIR/checkpoints/latest                        name of the newest complete one
+RUN_DIR/checkpoints/latest                        name of the one that the next start goes on from
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_tlt.actor.checkpoint import SaveHandle
-from megatron_tlt.actor.checkpoint_files import put_back, read_latest, step_directory, step_of
+from megatron_tlt.actor.checkpoint_files import put_back, read_latest, step_directory, step_of, write_latest
 from megatron_tlt.checkpoint.carried_file import CARRIED, carried_writer, read_carried
 from megatron_tlt.checkpoint.resume import find_checkpoint
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer, load_drafter_state
@@ -57,7 +57,7 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self.newest: int | None = None
         """Step of the newest checkpoint on this run's path: the last one published, or loaded as `latest`."""
-        self._loaded: int | None = None  # step that this start goes on from
+        self._loaded: Path | None = None  # that this start goes on from
         self.save_s = 0.0
         """Seconds that the newest save of this start has taken; 0 before the first."""
         self.is_behind = False
@@ -77,7 +77,9 @@ class CheckpointManager:
             note_start(0 if resumed is None else step_of(resumed))
         if resumed is None:
             return None
-        self._loaded = step_of(resumed)
+        if resumed.parent.resolve() == self._directory.resolve():  # by whatever path it is named
+            resumed = self._directory / resumed.name
+        self._loaded = resumed
         # A checkpoint of another run, or from before this run's latest, is no progress of this one.
         if self._world.broadcast_object(read_latest(self._directory) == resumed):
             self._note(resumed)
@@ -87,6 +89,16 @@ class CheckpointManager:
             "carried": read_carried(carried) if carried.is_file() else [],
             "drafter": load_drafter_state(drafter) if drafter.is_file() else None,
         }
+
+    def mark_start(self) -> None:
+        """Moves `latest` to the checkpoint that this start goes on from, or to none: where it ends before its first
+        save, the next start goes on there, too. Rank 0 only, before rows of later steps are removed.
+        """
+        loaded = self._loaded
+        if loaded is not None:
+            write_latest(self._directory, loaded.name if loaded.parent == self._directory else str(loaded.absolute()))
+        elif self._directory.is_dir():
+            write_latest(self._directory, step_directory(self._directory, 0).name)
 
     def maybe_save(self, step: int, state: Callable[[], dict[str, Any]], good: bool) -> None:
         """Publishes a finished save, and starts one if `step` (steps done) is due, or an earlier one is overdue.
@@ -125,7 +137,8 @@ class CheckpointManager:
         except SaveError as error:
             if self._world.is_main:
                 _log.warning("%s; step %d is saved in its place", error, step)
-        if self.is_behind or step not in (self.newest, self._loaded):
+        loaded = None if self._loaded is None else step_of(self._loaded)
+        if self.is_behind or step not in (self.newest, loaded):
             self._start(step, state, prune)
             self.wait()
 
@@ -162,5 +175,5 @@ class CheckpointManager:
             note_checkpoint(self.newest)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
-        return read_latest(self._directory)
+        """The newest complete checkpoint on this run's path, or the one that it goes on from."""
+        return self._loaded if self.newest is None else step_directory(self._directory, self.newest)

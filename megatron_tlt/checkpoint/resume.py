@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,8 @@ from megatron_tlt.config.root import TrainingConfig
 from megatron_tlt.drafters.checkpoint import configured_drafter, drafter_differences
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, load_drafter_state
 from megatron_tlt.errors import CheckpointError, ConfigError, ConfigProblem, shortened
+from megatron_tlt.observe.jsonl import read_rows
+from megatron_tlt.observe.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
@@ -44,14 +48,9 @@ def checkpoint_to_resume(config: TrainingConfig) -> tuple[Path, files.Manifest] 
 
     One without a readable record is left to `find_checkpoint`, which passes it over or refuses it.
     """
-    resume = config.checkpoint.resume
-    if resume == "never":
-        return None
-    for directory in _candidates(config.state_dir / "checkpoints") if resume == "auto" else [Path(resume)]:
-        try:
+    for directory in _candidates(config.state_dir / "checkpoints", config.checkpoint.resume):
+        with suppress(CheckpointError, OSError):
             return directory, files.read_manifest(directory)
-        except (CheckpointError, OSError):
-            continue
     return None
 
 
@@ -62,7 +61,7 @@ def resume_problems(config: TrainingConfig, shape: ModelConfig | None, device: D
     is not known.
     """
     resume, model = config.checkpoint.resume, config.model
-    if Path(resume).exists() and (problems := checkpoint_problems(resume)):
+    if Path(resume).exists() and (problems := checkpoint_problems(resume) or _mixed_runs(config)):
         return problems
     if shape is None or (resumed := checkpoint_to_resume(config)) is None:
         return []
@@ -112,20 +111,34 @@ def removal_warning(config: TrainingConfig) -> str | None:
     """The warning where a start does not go on from the run's newest checkpoint: those of later steps are removed. None
     where there are none.
     """
-    resume = config.checkpoint.resume
-    if resume == "auto":
+    resume, own = config.checkpoint.resume, config.state_dir / "checkpoints"
+    try:
+        start = max((files.step_of(path) for path in _candidates(own, resume)), default=0)
+    except CheckpointError:  # on another machine, which refuses the name
         return None
-    resumed = checkpoint_to_resume(config)
-    start = 0 if resumed is None else resumed[1].step
     if config.rl is not None and start >= config.rl.train.num_steps:
         return None  # it is evaluated at most
-    there = files.complete_steps(config.state_dir / "checkpoints")
-    if not (later := [path.name for path in there if files.step_of(path) > start]):
+    if not (later := [path.name for path in files.complete_steps(own) if files.step_of(path) > start]):
         return None
     return (
         f"checkpoint.resume = {resume} goes on after step {start}: the rows of later steps are removed at once, by "
         f"the first save {shortened(later[::-1])} of {config.state_dir}; another directory keeps them"
     )
+
+
+def _mixed_runs(config: TrainingConfig) -> list[ConfigProblem]:
+    """The problem with another run's checkpoint behind rows of earlier steps, which metrics would have as its own.
+
+    Rows from its step on are those of an earlier start from it.
+    """
+    resume, run_dir = Path(config.checkpoint.resume), config.state_dir
+    if config.rl is None or run_dir.resolve() == resume.absolute().parent.parent.resolve():
+        return []
+    first = next((row.get("step") or 0 for row in read_rows(run_dir / METRICS_FILE)), math.inf)
+    if first >= files.step_of(resume):
+        return []
+    allowed = f"must be in {run_dir / 'checkpoints'}, or train.run_dir another: {run_dir} has rows from step {first} on"
+    return [ConfigProblem("checkpoint.resume", config.checkpoint.resume, allowed)]
 
 
 def _other_schedule(config: TrainingConfig, found: files.Manifest) -> list[str]:
@@ -162,9 +175,7 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
     warning for the one before it. Raises CheckpointError when one that is named by its path is damaged (the error names
     the newest good one), or when there are checkpoints and all are damaged.
     """
-    if resume == "never":
-        return None
-    if resume != "auto":
+    if resume not in ("auto", "never"):
         named = Path(resume)
         problem = _problem(world, named)
         if problem is None:
@@ -173,7 +184,7 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
         good = next((path for path in others if _problem(world, path) is None), None)
         offer = f"use {good}, which is whole" if good else "no other checkpoint beside it is whole"
         raise CheckpointError(f"{problem}; {offer}")
-    candidates: list[Path] = world.broadcast_object(_candidates(checkpoints) if world.is_main else None)
+    candidates: list[Path] = world.broadcast_object(_candidates(checkpoints, resume) if world.is_main else None)
     for candidate in candidates:
         problem = _problem(world, candidate)
         if problem is None:
@@ -189,15 +200,20 @@ def find_checkpoint(world: World, checkpoints: Path, resume: str) -> Path | None
     return None
 
 
-def _candidates(checkpoints: Path) -> list[Path]:
-    """The step that `latest` names, then all older ones, newest first (all, where it names none)."""
+def _candidates(checkpoints: Path, resume: str) -> list[Path]:
+    """The checkpoint that `resume` names. With auto that of `latest`, then all older ones, newest first (all, where it
+    names none).
+    """
+    if resume != "auto":
+        return [] if resume == "never" else [Path(resume)]
     steps = files.complete_steps(checkpoints)
     latest = files.read_latest(checkpoints)
     if latest is None:
         if (checkpoints / files.LATEST).exists():
             _log.warning("%s names no checkpoint: the newest one is taken", checkpoints / files.LATEST)
         return steps
-    return [latest, *(path for path in steps if files.step_of(path) < files.step_of(latest))]
+    older = [path for path in steps if files.step_of(path) < files.step_of(latest)]
+    return [latest, *older] if files.step_of(latest) else []
 
 
 def _problem(world: World, directory: Path) -> str | None:

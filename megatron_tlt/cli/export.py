@@ -69,7 +69,7 @@ def _export_on(config: Config, world: World, args: argparse.Namespace) -> None:
     checkpoints = Path(config.train.run_dir) / "checkpoints"
     found = find_checkpoint(world, checkpoints, config.checkpoint.resume)
     if found is None:
-        raise CheckpointError(f"no checkpoint in {checkpoints}")
+        raise CheckpointError(f"no checkpoint of the run in {checkpoints} yet: checkpoint.resume=PATH names another")
     for warning in other_model(config, found.parent.parent) if world.is_main else []:
         _log.warning(warning)
     world.enter("export")

@@ -341,13 +341,13 @@ class RolloutCache:
                 if number <= step:
                     shutil.rmtree(directory, ignore_errors=True)
 
-    def clear(self) -> None:
-        """Removes everything, where responses are kept: the run has done its last step. Collective."""
+    def clear(self, step: float = math.inf) -> None:
+        """Removes the steps up to `step`, the run's last one, where responses are kept. Collective."""
         if not self.keeps:
             return
         self.close()
         self._world.barrier()  # every file is closed
-        self.remove_until(math.inf)
+        self.remove_until(step)
         if self._world.is_main:
             with suppress(OSError):  # there was none, or it holds what the cache has not made
                 self._directory.rmdir()

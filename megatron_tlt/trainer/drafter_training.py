@@ -103,6 +103,9 @@ class DrafterJob(Job):
     def saved(self) -> State | None:
         return self._found
 
+    def mark_start(self) -> None:
+        """Nothing: its one state is of the same settings."""
+
     def load(self, state: State | None) -> None:
         """The drafter goes on from `state` in `begin`, behind the responses."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from megatron_tlt.distributed.processors import processor
 from megatron_tlt.errors import CheckpointError, ConfigError, SharedError
-from megatron_tlt.observe.runfiles import CHANGES_FILE
+from megatron_tlt.observe.runfiles import CHANGES_FILE, CONFIG_FILE
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.run_record import write_config
 
@@ -86,6 +86,10 @@ class Job(ABC):
         """The state to go on from; None: from the beginning. Raises CheckpointError."""
         return self.checkpoints.load_latest()
 
+    def mark_start(self) -> None:
+        """Makes the next start, where this one ends before its first save, go on from the same state. Rank 0 only."""
+        self.checkpoints.mark_start()
+
     def save(self) -> None:
         """Saves the last finished step; returns when it is on disk."""
         self.checkpoints.save_now(self.done, self.state_dict)
@@ -137,8 +141,8 @@ class Job(ABC):
         return False
 
     def _resume(self) -> None:
-        """Loads the checkpoint to resume from, if there is one; only after that, and where steps are left, the
-        configuration is recorded.
+        """Loads the checkpoint to resume from, if there is one; only after that the configuration is recorded. A named
+        checkpoint that is only evaluated leaves the record of the run.
         """
         try:
             self.world.enter("load")
@@ -151,7 +155,11 @@ class Job(ABC):
         self.world.accept()
         step = self._loaded = None if state is None else self.done
         has_drafter = state is not None and state.get("drafter") is not None
-        if self.world.is_main and not self.is_complete():
+        has_steps = self.done < self.num_steps
+        if self.world.is_main and has_steps:
+            self.mark_start()  # first: what follows removes the rows of later steps
+        is_kept = self.config.checkpoint.resume != "auto" and (self.state_dir / CONFIG_FILE).exists()
+        if self.world.is_main and (has_steps or not (is_kept or self.is_complete())):
             kind, held_out = processor(self.world.device), self.held_out_fingerprint()
             if changed := write_config(self.config, self.state_dir, step, kind, has_drafter, held_out):
                 what = f"{', '.join(sorted(changed))} (values: {CHANGES_FILE})"

@@ -166,7 +166,7 @@ class RLTrainer(Job):
                 self.checkpoints.save_now(self.done, self.state_dict, prune=self.unsaved() is None)
             else:
                 self.note(f"no checkpoint of step {self.done}: {self.unsaved()}")
-        self.rollout_cache.clear()
+        self.rollout_cache.clear(self.done)
         self.metrics.finish(self.checkpoints.latest())
 
     def close(self) -> None:

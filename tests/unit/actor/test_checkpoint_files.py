@@ -55,6 +55,18 @@ def test_what_is_not_on_this_disk_is_not_published(tmp_path: Path, file: str, wh
     assert files.read_latest(tmp_path) == first and first.is_dir() and not second.exists()
 
 
+@pytest.mark.parametrize(("start", "kept"), [(0, [5]), (2, [5, 2]), (6, [5, 4])])
+def test_the_first_save_behind_an_earlier_step_leaves_none_that_the_run_did_not_go_on_from(
+    tmp_path: Path, start: int, kept: list[int]
+) -> None:
+    """It had left step 4 in the place of step 2. Behind step 6 it is step 5 that is saved again."""
+    for step in (2, 4, 6):
+        published(tmp_path, step)
+    files.write_latest(tmp_path, f"step-{start:06d}")
+    published(tmp_path, 5, keep=2)
+    assert [files.step_of(path) for path in files.complete_steps(tmp_path)] == kept
+
+
 def test_keep_last_k_also_removes_leftovers_and_an_abandoned_future(tmp_path: Path) -> None:
     for step in (1, 2, 3, 9):
         published(tmp_path, step)

@@ -82,3 +82,11 @@ def test_a_checkpoint_that_was_loaded_is_saved_again_by_no_start_without_a_step(
     checkpoints.load_latest()
     checkpoints.save_now(step + done, dict)
     assert begun == (["step-000003"] if done else [])
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_new_run_is_marked_by_no_file(tmp_path, resume):
+    start, _ = manager(tmp_path, set(), resume=resume)
+    start.load_latest()
+    start.mark_start()
+    assert not list(tmp_path.iterdir())

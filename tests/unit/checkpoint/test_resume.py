@@ -19,6 +19,7 @@ from megatron_tlt.drafters.eagle.config import Eagle3Config
 from megatron_tlt.drafters.state_file import DRAFTER_STATE, drafter_state_writer
 from megatron_tlt.errors import CheckpointError
 from megatron_tlt.models.hf.writer import save_hf
+from megatron_tlt.observe.metrics import METRICS_FILE
 from megatron_tlt.trainer.loop import RLTrainer
 from tests.helpers.tiny_drafters import DEEP
 from tests.helpers.tiny_models import TINY, random_weights
@@ -113,6 +114,32 @@ def test_checkpoints_that_a_start_from_an_earlier_step_removes_are_named_before(
     assert resume.removal_warning(ended) == (warning if given == "never" else None)
     assert (warning is None) == (removed is None)
     assert removed is None or ", ".join(f"step-00000{step}" for step in removed.split(", ")) in warning
+
+
+def test_a_start_behind_one_that_was_killed_before_its_first_save_names_what_it_removes(tmp_path):
+    for step in (2, 4):
+        published(tmp_path / "checkpoints", step)
+    config = load_config("configs/quickstart.yaml", [f"train.run_dir={tmp_path}"])
+    assert resume.removal_warning(config) is None
+    files.write_latest(tmp_path / "checkpoints", "step-000000")
+    assert "auto goes on after step 0: " in resume.removal_warning(config)
+    assert "step-000002, step-000004" in resume.removal_warning(config)
+
+
+@pytest.mark.parametrize(("first", "fits"), [(1, False), (3, True), (None, True)])
+@pytest.mark.parametrize("place", ["run", "other"])
+def test_another_runs_checkpoint_does_not_go_on_behind_the_rows_of_a_run(tmp_path, first, fits, place):
+    """The row of its own step is of an evaluation by an earlier start of the same branch."""
+    directory, run_dir = published(tmp_path / place / "checkpoints", 3), tmp_path / "run"
+    if first is not None:
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / METRICS_FILE).write_text(f'{{"step":{first}}}\n{{"step":4}}\n')
+    config = load_config("configs/quickstart.yaml", [f"train.run_dir={run_dir}", f"checkpoint.resume={directory}"])
+    problems = resume.resume_problems(config, None, "cpu")
+    assert len(problems) == (not fits and place == "other")
+    for problem in problems:
+        assert problem.path == "checkpoint.resume" and problem.value == str(directory)
+        assert f"must be in {run_dir / 'checkpoints'}, or train.run_dir another" in problem.allowed
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [5]), (2, [2, 4, 5]), (9, [5])])

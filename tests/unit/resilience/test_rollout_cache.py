@@ -348,6 +348,8 @@ def test_covered_steps_are_removed_at_the_start_and_on_the_way(tmp_path: Path) -
     cache.close()
     assert left() == ["step-000004"]
     cache = make(tmp_path, Engine())
+    cache.clear(3)
+    assert left() == ["step-000004"]
     cache.clear()
     cache.close()
     assert [path.name for path in (tmp_path / "rollout_cache").iterdir()] == ["step-000001.old"]

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_tlt.checkpoint.manager import CheckpointManager
+from megatron_tlt.checkpoint.resume import find_checkpoint
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
+from megatron_tlt.config.run import CheckpointSection
+from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.errors import CheckpointError, OpeningError, PromptError, SaveError, TrainingError, UnjudgedError
-from megatron_tlt.observe.runfiles import CONFIG_FILE
+from megatron_tlt.observe.runfiles import CHANGES_FILE, CONFIG_FILE
 from megatron_tlt.resilience.shutdown import GracefulExit
 from megatron_tlt.trainer.job import Job
+from tests.unit.actor.test_checkpoint_files import published
 
 
 class Kept:
@@ -27,6 +32,9 @@ class Kept:
 
     def load_latest(self) -> dict[str, Any] | None:
         return self.state
+
+    def mark_start(self) -> None:
+        pass
 
     def maybe_save(self, step: int, state: Any, good: bool) -> None:
         if step % 2 == 0 and good:
@@ -136,6 +144,41 @@ def test_a_start_without_steps_left_leaves_the_record_of_the_last_one(tmp_path):
     record = (tmp_path / CONFIG_FILE).read_bytes()
     again = Counting(tmp_path, Kept({"count": 4}), Signals(), resume="checkpoints/step-000004")
     assert not again.run() and (tmp_path / CONFIG_FILE).read_bytes() == record
+
+
+def test_an_evaluation_of_an_earlier_checkpoint_leaves_record_and_changes(tmp_path):
+    Counting(tmp_path, Kept(), Signals()).run()
+    (tmp_path / CHANGES_FILE).write_text('{"step":3,"changed":{"optimizer.lr":[0.5,0.25]}}\n')
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    job = Counting(tmp_path, Kept({"count": 2}), Signals(), resume="checkpoints/step-000002")
+    job.num_steps, job.is_complete = 2, lambda: False  # an evaluation is due
+    job.run()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("given", ["never", "run/checkpoints/step-000002", "elsewhere/checkpoints/step-000002"])
+@pytest.mark.parametrize("kill", ["load", "begin", "step"])
+def test_a_start_that_is_killed_before_its_first_save_is_not_undone_by_the_next(tmp_path, given, kill):
+    """Where it had removed rows of later steps; no checkpoint goes before there is a new one."""
+    own = tmp_path / "run/checkpoints"
+    there = [published(directory, step) for directory in (own, tmp_path / "elsewhere/checkpoints") for step in (2, 4)]
+    (own.parent / CHANGES_FILE).write_text('{"step":3,"changed":{}}\n')
+    wanted = None if given == "never" else tmp_path / given
+    resume, world = str(wanted or given), SingleProcess()
+    policy = SimpleNamespace(load=lambda directory: {"count": int(directory.name[-1])})
+    section = CheckpointSection(resume=resume)
+    job = Counting(own.parent, CheckpointManager(section, own.parent, 4, policy, world), Signals(), resume=resume)
+
+    def killed(*args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    setattr(job, kill, killed)
+    with pytest.raises(KeyboardInterrupt):
+        job.run()
+    is_marked = kill != "load"  # until then a start may be refused
+    assert find_checkpoint(world, own, "auto") == (wanted if is_marked else there[1])
+    assert bool((own.parent / CHANGES_FILE).read_text()) != is_marked
+    assert all(directory.is_dir() for directory in there)
 
 
 def test_held_out_rows_that_changed_are_a_warning(tmp_path, caplog):

@@ -65,3 +65,4 @@ def test_the_last_checkpoint_pushes_no_other_out_where_its_weights_may_be_broken
     parts.nonfinite.unsaved.return_value = unsaved
     trainer.finish()
     assert parts.checkpoints.save_now.call_args.kwargs == {"prune": unsaved is None}
+    parts.rollout_cache.clear.assert_called_once_with(9)  # an earlier checkpoint may have been evaluated
