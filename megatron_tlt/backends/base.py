@@ -28,11 +28,6 @@ class BaseBackend:
         """The version of the weights that generate now; -1 before there are any."""
         return self._weights.version
 
-    @property
-    def drafter_version(self) -> int:
-        """Publications of the drafter that drafts now; 0: the one that the engine was started with."""
-        return self._weights.drafter_version
-
     def release_weights(self) -> None:
         """Nothing to do: this engine keeps its weights."""
         return

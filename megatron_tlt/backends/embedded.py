@@ -167,7 +167,6 @@ class EmbeddedBackend(BaseBackend):
             speculator.load_drafter(weights.items())
         except CheckpointError as error:
             raise SyncError(f"the drafter of version {version} does not fit: {error}") from error
-        self._weights.accept_drafter(version)
 
     def finish_update(self) -> None:
         """Closes the weight sync; the engine serves the new version. Raises SyncError if a tensor has not come."""

@@ -98,7 +98,6 @@ class RemoteWeights(BaseBackend):
             sums = self._send("drafter", tensors)
             if self._weights.keep_checksums and sums != {name: checksum(tensor) for name, tensor in tensors}:
                 raise SyncError(f"the engine holds other bytes of the drafter than version {version} has")
-            self._weights.accept_drafter(version)
         self._weights.commit()
 
     def _send(self, kind: str, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, int]:

@@ -137,12 +137,12 @@ def _params(config: Config) -> SamplingParams:
 
 
 def _sampling(config: Config) -> str:
-    """What decides the accuracy beside temperature and rewards: number, length and sampling of the responses."""
+    """What decides the accuracy beside prompts and rewards: number, length and sampling of the responses."""
     params = _params(config)
     shown: dict[str, float] = {"samples_per_prompt": config.eval.samples_per_prompt, "max_tokens": params.max_tokens}
-    shown |= {"top_p": params.top_p}
+    shown |= {"temperature": params.temperature, "top_p": params.top_p}
     shown |= {name: value for name in ("top_k", "min_p") if (value := getattr(params, name))}
-    settings = ", ".join(f"eval.{name} = {value}" for name, value in shown.items())
+    settings = ", ".join(f"eval.{name} = {value:g}" for name, value in shown.items())
     return f"{settings}, rollout.dtype = {config.rollout.dtype}"
 
 
@@ -154,7 +154,7 @@ def _cut_warning(config: Config, truncated: float) -> str | None:
 
 
 def _what(config: Config, num_prompts: int, num_rows: int) -> str:
-    """What is evaluated, for a reader of a configuration whose parts are elsewhere: different prompts, of rows."""
+    """What is evaluated and how, a line each; `num_prompts`: different ones, of `num_rows`."""
     from megatron_tlt.actor.checkpoint_files import complete_steps
     from megatron_tlt.rewards.base import correct_line
 
@@ -162,16 +162,11 @@ def _what(config: Config, num_prompts: int, num_rows: int) -> str:
     assert source is not None
     rows = source.path or ", ".join(dict.fromkeys(task.name for task in source.tasks)) or source.kind
     functions = ", ".join(function.path or function.name for function in config.rewards.functions) or "none"
-    prompts = f"{num_prompts} prompts of data.eval ({rows})"
-    prompts += f" in {num_rows} rows" if num_rows > num_prompts else ""
-    at = f"eval.temperature = {config.eval.temperature:g}"
-    text = f"evaluates model.path = {config.model.path} on {prompts}, at {at}, rewards: {functions}"
-    run = config.train.run_dir
-    text += f"\neach with {_sampling(config)}"
-    if correct := correct_line(config.rewards):
-        text += f"\n{correct}"
+    prompts = f"{num_prompts} of data.eval ({rows})" + (f" in {num_rows} rows" if num_rows > num_prompts else "")
+    lines = [f"Evaluating model.path = {config.model.path}", f"Prompts: {prompts}", f"Responses: {_sampling(config)}"]
+    lines += [f"Rewards: {functions}", *filter(None, [correct_line(config.rewards)])]
     if (unread := base_warning(config)) is not None:
-        text += f"\nwarning: {unread}"
-    if complete_steps(Path(run) / "checkpoints"):
-        text += f"\nnot the checkpoints of {run}: `megatron-tlt export` writes one as a model"
-    return text
+        lines.append(f"warning: {unread}")
+    if complete_steps(Path(run := config.train.run_dir) / "checkpoints"):
+        lines.append(f"Checkpoints of {run} are not evaluated: `megatron-tlt export` writes one as a model")
+    return "\n".join(lines)

@@ -44,7 +44,10 @@ class HFTokenizer:
             raise CheckpointError(f"{directory}: no tokenizer files (tokenizer.json or its older kinds)")
         if self.vocabulary().keys() <= self.added_tokens:
             raise CheckpointError(f"{directory}: no usable tokenizer: its vocabulary has added tokens only")
-        self._eos = _eos_ids(directory, self._tokenizer)
+        own = self._tokenizer.eos_token_id
+        self._eos = tuple(dict.fromkeys([*_ends_in(directory), *([] if own is None else [own])]))
+        if not self._eos:
+            raise CheckpointError(f"{directory}: neither configuration nor tokenizer names an end of sequence")
         self._begin = _begin_ids(directory, self._tokenizer)
         # SentencePiece's "\u2581a": the beginning of a text has a mark that the same text within another one lacks.
         self._marks_beginning = self._tokenizer.convert_ids_to_tokens(self._bare_ids("a")) != ["a"]
@@ -53,7 +56,7 @@ class HFTokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: of generation_config.json (else config.json), then the tokenizer's own."""
+        """Ids that end a response: of generation_config.json and config.json, then the tokenizer's own."""
         return self._eos
 
     @property
@@ -256,31 +259,24 @@ def _begin_ids(directory: Path, tokenizer: Any) -> list[int]:
     return list(whole[:begin])
 
 
-def _eos_ids(directory: Path, tokenizer: Any) -> tuple[int, ...]:
-    found = ends_in(directory / "generation_config.json") or ends_in(directory / "config.json")
-    if tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    if not found:
-        raise CheckpointError(f"{directory}: neither configuration nor tokenizer names an end of sequence")
-    return tuple(dict.fromkeys(found))
-
-
-def ends_in(file: Path) -> list[int]:
-    """`eos_token_id` of a file; none without the file. Raises CheckpointError for what is no token id."""
-    value = read_object_if_there(file).get("eos_token_id")
-    ids = [*value] if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(number) is int and number >= 0 for number in ids):
-        raise CheckpointError(
-            f"{file}: eos_token_id = {value!r} must be a token id (0, 1, ..), a list of them, or null"
-        )
-    return ids
+def _ends_in(directory: Path) -> list[int]:
+    """`eos_token_id` of the files that are there. Raises CheckpointError for what is no token id."""
+    found: list[int] = []
+    for file in (directory / "generation_config.json", directory / "config.json"):
+        value = read_object_if_there(file).get("eos_token_id")
+        ids = [*value] if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(number) is int and number >= 0 for number in ids):
+            allowed = "must be a token id (0, 1, ..), a list of them, or null"
+            raise CheckpointError(f"{file}: eos_token_id = {value!r} {allowed}")
+        found += ids
+    return found
 
 
 def end_tokens(model: str | Path, tokenizer: HFTokenizer | None, stop: Sequence[str] = ()) -> list[int]:
     """The tokens that end a response: those of the files in the directory `model` and of the tokenizer, which may be
     another directory's, and the special tokens among the strings `stop`. Raises CheckpointError.
     """
-    ends = {*ends_in(Path(model) / "config.json"), *ends_in(Path(model) / "generation_config.json")}
+    ends = {*_ends_in(Path(model))}
     if tokenizer is not None:
         special = (tokenizer.special_id(text) for text in stop)
         ends.update(tokenizer.eos_token_ids, (token for token in special if token is not None))

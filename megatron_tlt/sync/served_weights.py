@@ -1,6 +1,6 @@
 """The receiving end of a weight sync: the weights that an engine serves, and the tensors that an open sync has loaded.
 
-    begin(version) -> accept(bucket) ... -> accept_drafter(version) -> commit()
+    begin(version) -> accept(bucket) ... -> commit()
 
 All or nothing: between `begin` and `commit` the weights are torn and the engine must not generate, also after a weight
 sync that failed, until a later one is complete.
@@ -24,7 +24,7 @@ NO_WEIGHTS = -1  # policy version of an engine that no weight sync has reached
 
 
 class ServedWeights:
-    """Versions of policy and drafter in one engine. Does not hold a tensor."""
+    """Version of the policy in one engine. Does not hold a tensor."""
 
     def __init__(
         self,
@@ -36,13 +36,12 @@ class ServedWeights:
         """`parameter_shapes` names every tensor of a weight sync; `ignorable` ones may come and are not loaded."""
         self._shapes, self._ignorable = dict(parameter_shapes), frozenset(ignorable)
         self.keep_checksums = keep_checksums
-        self.version, self.drafter_version = version, 0
+        self.version = version
         self.checksums: dict[str, int] = {}
         self.open_checksums: dict[str, int] = {}
         """Of the open weight sync: the engine's owner adds those of the loaded tensors, if they are kept."""
         self._open: int | None = None
         self._missing: set[str] = set()
-        self._next_drafter = 0
 
     @classmethod
     def of_policy(cls, policy: ModelConfig, keep_checksums: bool) -> ServedWeights:
@@ -62,7 +61,7 @@ class ServedWeights:
 
     def begin(self, version: int) -> None:
         """Opens a weight sync of `version`; an open one is given up."""
-        self._open, self._next_drafter = version, self.drafter_version
+        self._open = version
         self._missing = set(self._shapes)
         self.open_checksums = {}
         self.checksums = {}
@@ -91,10 +90,6 @@ class ServedWeights:
         self._missing.difference_update(name for name, _ in tensors)
         return tensors
 
-    def accept_drafter(self, version: int) -> None:
-        """The engine has loaded the drafter of `version` into the open weight sync."""
-        self._next_drafter = version
-
     def require_complete(self) -> int:
         """The version of the open weight sync. Raises SyncError if none is open or a tensor has not come."""
         version = self.require_open("finish_update")
@@ -103,6 +98,6 @@ class ServedWeights:
         return version
 
     def commit(self) -> None:
-        """Closes the weight sync: its versions are served. Raises SyncError as `require_complete`."""
+        """Closes the weight sync: its version is served. Raises SyncError as `require_complete`."""
         self.version, self._open = self.require_complete(), None
-        self.drafter_version, self.checksums = self._next_drafter, self.open_checksums
+        self.checksums = self.open_checksums

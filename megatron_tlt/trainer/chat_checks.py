@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from megatron_tlt.config.root import Config, TrainingConfig
-from megatron_tlt.data.chat import Messages, with_system
+from megatron_tlt.config.root import Config, SftSection, TrainingConfig
+from megatron_tlt.data.chat import Messages, form_of, with_system
 from megatron_tlt.data.chat_template import ChatTemplate
+from megatron_tlt.data.completions import Completion, read_completions
 from megatron_tlt.data.rendered_prompts import rendered_warning
+from megatron_tlt.data.sources import errors_at
 from megatron_tlt.data.special_tokens import stop_problems
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.data.turn_form import THOUGHT_BEGIN, opens_thought, read_turn_form
@@ -185,3 +187,27 @@ def prompt_renderer(config: TrainingConfig) -> tuple[Renderer | None, list[Confi
         return template.render(with_system(messages, system), tools)
 
     return render, []
+
+
+def unreadable_records(section: SftSection, render: Renderer | None) -> list[ConfigProblem]:
+    """Files of records on this machine that cannot be read, or not be put into the chat template."""
+    problems = []
+    for field, path, split in section.files:
+        try:
+            if Path(path).exists():
+                rows, places = read_completions(section, Path(path), split)
+                if render is not None:
+                    _render_each_form(render, rows, places)
+        except DataError as error:
+            problems.append(ConfigProblem(field, path, str(error)))
+    return problems
+
+
+def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequence[str]) -> None:
+    """Puts the first prompt of each form into the chat template. Raises DataError naming file and record."""
+    first: dict[Hashable, int] = {}
+    for index, row in enumerate(rows):
+        first.setdefault((isinstance(row.prompt, str) or form_of(row.prompt), bool(row.tools)), index)
+    for index in first.values():
+        with errors_at(places[index]):
+            render(rows[index].prompt, rows[index].tools)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import socket
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +23,11 @@ from megatron_tlt.config.checks.run import find_problems
 from megatron_tlt.config.data import UNREAD
 from megatron_tlt.config.planning.report import fits_line, render_check
 from megatron_tlt.config.root import Config, TrainingConfig
-from megatron_tlt.data.chat import form_of
-from megatron_tlt.data.completions import Completion, read_completions
+from megatron_tlt.data.completions import read_completions
 from megatron_tlt.data.hashing import digest
 from megatron_tlt.data.hub import cached, names_of
 from megatron_tlt.data.long_prompts import long_prompt_problems
 from megatron_tlt.data.prompts import first_row, open_source, source_problems
-from megatron_tlt.data.sources import errors_at
 from megatron_tlt.distributed.processors import mixed_processors, processor
 from megatron_tlt.distributed.together import together
 from megatron_tlt.envs.build import environment_problems
@@ -38,7 +36,6 @@ from megatron_tlt.errors import (
     CheckpointError,
     ConfigError,
     ConfigProblem,
-    DataError,
     no_such_file,
     printable,
     shortened,
@@ -50,7 +47,7 @@ from megatron_tlt.observe.metrics import wandb_problems
 from megatron_tlt.rewards.base import correct_line
 from megatron_tlt.rewards.build import answer_problems, function_problems
 from megatron_tlt.rewards.pool import trial_line
-from megatron_tlt.trainer.chat_checks import Renderer, chat_problems, prompt_renderer
+from megatron_tlt.trainer.chat_checks import chat_problems, prompt_renderer, unreadable_records
 from megatron_tlt.trainer.device_memory import handle_problems
 from megatron_tlt.trainer.environments import prompt_tools, reward_problems
 from megatron_tlt.trainer.input_warnings import disk_warning, input_warnings
@@ -67,7 +64,6 @@ from megatron_tlt.types import BackendName, Prompt
 if TYPE_CHECKING:
     from megatron_tlt.config.checks.layout import Device
     from megatron_tlt.config.model import ArchitectureConfig
-    from megatron_tlt.config.root import SftSection
     from megatron_tlt.config.speculation import SpeculationSection
     from megatron_tlt.distributed.world import World
 
@@ -401,31 +397,7 @@ def input_problems(config: TrainingConfig, device: Device | None = None) -> list
         if rl.env is not None and rl.env.is_named:
             problems += environment_problems(rl.env) or reward_problems(rl)
         problems += function_problems(rl.rewards)
-    return problems if config.records is None else problems + _unreadable_records(config.records, render)
-
-
-def _unreadable_records(section: SftSection, render: Renderer | None) -> list[ConfigProblem]:
-    """Files of records on this machine that cannot be read, or not be put into the chat template."""
-    problems = []
-    for field, path, split in section.files:
-        try:
-            if Path(path).exists():
-                rows, places = read_completions(section, Path(path), split)
-                if render is not None:
-                    _render_each_form(render, rows, places)
-        except DataError as error:
-            problems.append(ConfigProblem(field, path, str(error)))
-    return problems
-
-
-def _render_each_form(render: Renderer, rows: Sequence[Completion], places: Sequence[str]) -> None:
-    """Puts the first prompt of each form into the chat template. Raises DataError naming file and record."""
-    first: dict[Hashable, int] = {}
-    for index, row in enumerate(rows):
-        first.setdefault((isinstance(row.prompt, str) or form_of(row.prompt), bool(row.tools)), index)
-    for index in first.values():
-        with errors_at(places[index]):
-            render(rows[index].prompt, rows[index].tools)
+    return problems if config.records is None else problems + unreadable_records(config.records, render)
 
 
 def _machine_problems(config: TrainingConfig, device: Device | None) -> list[ConfigProblem]:

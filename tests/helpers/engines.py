@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +143,17 @@ def speculating_engine(
         return make_engine(config, weights, kernels, drafting=drafting, aux_layers=layers, **sizes)
 
 
-def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> list[Job]:
+def random_jobs(
+    vocab: int,
+    count: int,
+    seed: int = 0,
+    longest: int = 40,
+    stops: Sequence[tuple[int, ...]] = (),
+    turns: Sequence[int] = (),
+) -> list[Job]:
+    """Prompts; responses have up to `longest` tokens, or turns of any of `turns`, and end at any of `stops`, if there
+    are some at strings, too.
+    """
     rng = random.Random(seed)
     jobs = []
     for i in range(count):
@@ -155,6 +166,10 @@ def random_jobs(vocab: int, count: int, seed: int = 0, longest: int = 40) -> lis
             ignore_eos=rng.random() < 0.5,
             seed=17,
         )
+        if stops:
+            params = replace(params, stop=rng.choice([(), (), ("a", "xy")]), stop_token_ids=rng.choice(stops))
+        if turns:
+            params = replace(params, max_turn_tokens=rng.choice(turns), ignore_eos=False)
         prompt = [rng.randrange(1, vocab) for _ in range(rng.randint(1, 60))]
         jobs.append((i, prompt, params, rng.randint(1, 4)))
     return jobs

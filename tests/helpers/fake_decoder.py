@@ -152,28 +152,6 @@ def fake_backend(**options: Any) -> EmbeddedBackend:
 
 PROMPTS = [Prompt(i, f"q{i}", tuple(range(3, 6 + i)), f"text {i}") for i in range(6)]
 Trajectories = dict[tuple[int, int], tuple]
-Job = tuple[int, list[int], SamplingParams, int]  # prompt id, prompt, params, samples
-
-
-def random_jobs(seed: int, longest: int, stops: Sequence[tuple[int, ...]], turns: Sequence[int] = ()) -> list[Job]:
-    """Twelve prompts; responses have up to `longest` tokens, or turns of any of `turns`, and end at any of `stops`."""
-    rng = random.Random(seed)
-    jobs = []
-    for i in range(12):
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            top_k=rng.choice([0, 0, 5]),
-            top_p=rng.choice([1.0, 1.0, 0.8]),
-            min_p=rng.choice([0.0, 0.0, 0.05]),
-            max_tokens=rng.randint(1, longest),
-            max_turn_tokens=rng.choice(turns) if turns else 0,
-            stop=rng.choice([(), (), ("a", "xy")]),
-            stop_token_ids=rng.choice(stops),
-            ignore_eos=not turns and rng.random() < 0.3,
-            seed=5,
-        )
-        jobs.append((i, [rng.randrange(1, 50) for _ in range(rng.randint(1, 40))], params, rng.randint(1, 5)))
-    return jobs
 
 
 class FakeTurns:

@@ -200,7 +200,6 @@ def test_a_push_serves_all_of_it_or_nothing(served: Served) -> None:
 def test_a_drafter_comes_with_a_push_or_not_at_all(served: Served) -> None:
     backend, first = served.backend, served.push(drafter=1)
     one = served.responses()
-    assert backend.drafter_version == first
     with pytest.raises(SyncError, match="no weight sync is open"):
         backend.update_drafter(served.drafter(2), first + 1)
     backend.begin_update(999)
@@ -209,11 +208,8 @@ def test_a_drafter_comes_with_a_push_or_not_at_all(served: Served) -> None:
         backend.update_drafter(partial, 999)
     backend.begin_update(1000)
     backend.update_drafter(served.drafter(2), 1000)
-    assert backend.drafter_version == first, "until the weight sync is finished"
     served.push()  # the one before is given up, and its drafter
-    assert backend.drafter_version == first
-    last = served.push(drafter=3)
-    assert backend.drafter_version == last
+    served.push(drafter=3)
     assert served.responses() == one, "responses do not depend on the drafter"
 
 

@@ -22,9 +22,10 @@ def test_weights_that_are_not_read_are_named(
 ) -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", overrides)
     said, repeated = _what(config, 4, 4), _what(config, 3, 4)
-    assert "on 3 prompts of data.eval (basic" in repeated and ") in 4 rows" in repeated and " rows" not in said
-    assert "on 4 prompts of data.eval (basic_arithmetic" in said and "at eval.temperature = 1, rewards: task" in said
-    assert "with eval.samples_per_prompt = 1, eval.max_tokens = 448, eval.top_p = 1.0, rollout.dtype = fp32" in said
+    assert "Prompts: 3 of data.eval (basic" in repeated and ") in 4 rows" in repeated and " rows" not in said
+    assert "Prompts: 4 of data.eval (basic_arithmetic" in said and "\nRewards: task" in said
+    drawn = "eval.samples_per_prompt = 1, eval.max_tokens = 448, eval.temperature = 1, eval.top_p = 1"
+    assert f"\nResponses: {drawn}, rollout.dtype = fp32\n" in said
     form = "rewards.functions=[{name: task}, {name: format, pattern: x}]"
     assert "all of: task at least 1" in _what(load_config(ROOT / "configs/quickstart.yaml", [form]), 4, 4)
     monkeypatch.setattr("megatron_tlt.trainer.preflight.check_on", lambda *_: None)
@@ -37,7 +38,7 @@ def test_weights_that_are_not_read_are_named(
 
 def test_responses_that_were_cut_are_a_warning_where_they_are_many() -> None:
     config = load_config(ROOT / "configs/quickstart.yaml", ["eval.max_tokens=300", "eval.top_k=20"])
-    assert "eval.max_tokens = 300, eval.top_p = 1.0, eval.top_k = 20," in _what(config, 4, 4)
+    assert "eval.max_tokens = 300, eval.temperature = 1, eval.top_p = 1, eval.top_k = 20," in _what(config, 4, 4)
     assert "23.0% of the responses reached eval.max_tokens = 300 and" in str(_cut_warning(config, 0.23))
     assert _cut_warning(config, 0.01) is None
 

@@ -36,14 +36,14 @@ def test_round_trip_without_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 256 + 4
 
 
-def test_eos_ids_come_from_the_generation_config_then_the_tokenizer(tmp_path: Path) -> None:
+def test_eos_ids_come_from_both_configurations_then_the_tokenizer(tmp_path: Path) -> None:
     save(tmp_path)
     end = HFTokenizer(tmp_path).eos_token_ids
     assert len(end) == 1
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 7}))
     assert HFTokenizer(tmp_path).eos_token_ids == (7, *end)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9, end[0]]}))
-    assert HFTokenizer(tmp_path).eos_token_ids == (5, 9, end[0])
+    assert HFTokenizer(tmp_path).eos_token_ids == (5, 9, end[0], 7)
 
 
 @pytest.mark.parametrize("value", ["<|end|>", "2", 2.0, True, -1, [2, "3"], [[2]], {"id": 2}])

@@ -10,7 +10,8 @@ from megatron_tlt.errors import BackendError
 from megatron_tlt.rollout.request import Prefill, Request
 from megatron_tlt.rollout.sampler import gumbel_noise
 from megatron_tlt.types import SamplingParams
-from tests.helpers.fake_decoder import Job, context_logits, fake_engine, random_jobs
+from tests.helpers.engines import Job, random_jobs
+from tests.helpers.fake_decoder import context_logits, fake_engine
 from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import row_key
 
@@ -39,7 +40,7 @@ def naive_response(prompt: list[int], params: SamplingParams, prompt_id: int, in
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    return random_jobs(1, 40, [(), (7,)])
+    return random_jobs(V, 12, seed=8, stops=[(), (7,)])
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from tests.helpers.fake_decoder import (
     Trajectories,
     fake_backend,
     fake_engine,
-    random_jobs,
     run_turns,
     turn_by_turn,
 )
@@ -34,7 +33,7 @@ from tests.helpers.tiny_models import random_weights, read_hidden_states
 
 @pytest.fixture(scope="module")
 def jobs():
-    return random_jobs(3, 70, [(7, 8, 9), (7,)], turns=[0, 1, 12])
+    return engines.random_jobs(50, 12, seed=3, longest=70, stops=[(7, 8, 9), (7,)], turns=[0, 1, 12])
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_it_starts_with_the_drafter_in_its_own_layout(
     backend.update_weights(WeightBucket(1, [(n, torch.zeros(s)) for n, s in TINY.parameter_shapes().items()]))
     backend.update_drafter(drafter.weights, 1)
     backend.finish_update()
-    assert (backend.policy_version, backend.drafter_version) == (1, 1)
+    assert backend.policy_version == 1
     backend.close()
 
 
