@@ -187,8 +187,7 @@ def test_check_refuses_what_a_start_refuses(field, value, more, capsys, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("a: &a [*a]\n", "within itself"), (f"a: {'[' * 900}{']' * 900}", "nested too deep")],
+    ("text", "said"), [("a: &a [*a]\n", "within itself"), (f"a: {'[' * 900}{']' * 900}", "nested too deep")]
 )
 def test_a_file_without_an_end_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):

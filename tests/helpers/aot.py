@@ -23,13 +23,7 @@ from megatron_tlt.models.decoders.inputs import DecoderInput
 from megatron_tlt.models.decoders.torch.paged import PagedPlan
 from tests.helpers.budget import Launch, noted_launches
 
-_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-}
+_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64", torch.uint8: "u8"}
 
 
 def compiled(launch: Launch) -> dict[str, Any]:

@@ -34,13 +34,7 @@ def run_in_page(program: str, page: Path, width: int, function: str) -> Any:
     text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{_BEFORE}", 1)
     probe = page.with_suffix(".probe.html")
     probe.write_text(text + _AFTER.replace("FUNCTION", function), encoding="utf-8")
-    options = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-    ]
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
     options += [
         f"--window-size={width},900",
         f"--user-data-dir={page.parent / 'chromium'}",

@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_tlt.config.block_drafters import BlockShape
-from megatron_tlt.drafters.decoder import (
-    BUCKET_WIDTH,
-    BUCKETS,
-    POSITIONS,
-    DrafterDecoder,
-    DraftingRows,
-    Pairs,
-)
+from megatron_tlt.drafters.decoder import BUCKET_WIDTH, BUCKETS, POSITIONS, DrafterDecoder, DraftingRows, Pairs
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.model import DrafterConfig
 from megatron_tlt.models.decoders.base import KVCache

@@ -20,12 +20,7 @@ class Fork:
     """A process forked by the server at `path`, which runs `python -m mpi4py ARGV`. `files`: its file descriptors."""
 
     def __init__(
-        self,
-        path: str,
-        argv: list[str],
-        files: dict[int, int],
-        env: dict[str, str],
-        cwd: str | os.PathLike[str],
+        self, path: str, argv: list[str], files: dict[int, int], env: dict[str, str], cwd: str | os.PathLike[str]
     ):
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(path)

@@ -160,13 +160,7 @@ def _rollouts(step: int, speculation: bool, responses: str) -> dict[str, Any]:
 
 
 def _samples(step: int, speculation: bool, turns: bool) -> list[dict[str, Any]]:
-    same: dict[str, Any] = {
-        "step": step,
-        "prompt_id": step,
-        "task": "sums",
-        "prompt": "1 < 2 & 3?",
-        "answer": "8",
-    }
+    same: dict[str, Any] = {"step": step, "prompt_id": step, "task": "sums", "prompt": "1 < 2 & 3?", "answer": "8"}
     same |= {"response": "2+6=8 <b>bold</b>", "tokens": 6, "finish_reason": "stop"}
     if speculation:
         pieces = ["2", "+", "6", "=", "8", " <b>bold</b>"]

@@ -19,12 +19,7 @@ from megatron_tlt.models.decoders.inputs import DecoderInput, DecoderOutput
 from megatron_tlt.models.decoders.keys import request_key, row_keys
 from megatron_tlt.models.hf.config import ModelConfig
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 131,
-    "num_hidden_layers": 3,
-    "initializer_range": 0.08,
-    "rms_norm_eps": 1e-6,
-}
+_SHAPE: dict[str, Any] = {"vocab_size": 131, "num_hidden_layers": 3, "initializer_range": 0.08, "rms_norm_eps": 1e-6}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {  # tied, biased, 3 query heads to a kv head
         "hidden_size": 96,

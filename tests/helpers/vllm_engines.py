@@ -63,9 +63,7 @@ def demo_weights(seed: int | None, path: str = MODEL.path) -> dict[str, Tensor]:
 
 # Every step draws how much it drafts: 4 tokens, 2 or none.
 ANY_LENGTH = SpeculationSection(
-    drafter="eagle",
-    selector="beg_mab",
-    bandit=BanditSection(arms=(4, 2, 0), thresholds=(1,), epsilon=1.0),
+    drafter="eagle", selector="beg_mab", bandit=BanditSection(arms=(4, 2, 0), thresholds=(1,), epsilon=1.0)
 )
 
 

@@ -9,10 +9,7 @@ from tests.helpers.runs import assert_same_checkpoint, rows, train_many, write_c
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.ci]
 
 FREED = ["rollout.release_cache=true", "actor.offload_optimizer=true"]
-LAYOUTS = {
-    "tp": ["actor.tp=2", "rollout.tp=2"],
-    "pp": ["actor.pp=2", "actor.dtype=bf16"],
-}
+LAYOUTS = {"tp": ["actor.tp=2", "rollout.tp=2"], "pp": ["actor.pp=2", "actor.dtype=bf16"]}
 
 
 def test_giving_memory_back_changes_no_bit(tmp_path):

@@ -8,14 +8,7 @@ import pytest
 
 from tests.helpers.columns import undocumented_of
 from tests.helpers.mpi import run_ranks
-from tests.helpers.runs import (
-    assert_same_checkpoint,
-    rollout_digests,
-    rows,
-    run_with_fault,
-    train_many,
-    write_config,
-)
+from tests.helpers.runs import assert_same_checkpoint, rollout_digests, rows, run_with_fault, train_many, write_config
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
@@ -56,10 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "run",
-    [*(f"{kind}-on" for kind in KINDS), "grpo-suffix", "grpo-eagle", "agents-suffix"],
-)
+@pytest.mark.parametrize("run", [*(f"{kind}-on" for kind in KINDS), "grpo-suffix", "grpo-eagle", "agents-suffix"])
 def test_responses_rewards_and_weights_are_the_same(folder: Path, run: str):
     off, on = folder / f"{run.partition('-')[0]}-off", folder / run
     assert_same_checkpoint(off / LAST, on / LAST)

@@ -17,8 +17,7 @@ PROGRAM = find_chromium()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        PROGRAM is None,
-        reason="Chromium is not installed: apt-get install chromium, or set CHROMIUM=program",
+        PROGRAM is None, reason="Chromium is not installed: apt-get install chromium, or set CHROMIUM=program"
     ),
 ]
 

@@ -15,11 +15,7 @@ from tests.helpers.runs import assert_same_checkpoint, checkpoint_tensors, rows,
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 NO_TIME = ["stop.warning_s=10.01", "stop.save_s=10"]  # a hundredth of a second for what is left of the step
-DRAFTER = [
-    "rollout.speculation.drafter=eagle",
-    "rollout.speculation.selector=fixed",
-    "idle.train_drafter=true",
-]
+DRAFTER = ["rollout.speculation.drafter=eagle", "rollout.speculation.selector=fixed", "idle.train_drafter=true"]
 # In the exchange: with a drafter, below. Those of every night take the way of another one of their row.
 PHASES = {
     "few": (("rollout", "score"), ("update", "log"), ("update",)),

@@ -47,12 +47,7 @@ def status(run_dir, *options):
 def whole(tmp_path_factory):
     """An undisturbed run."""
     folder = tmp_path_factory.mktemp("watchdog")
-    config = write_config(
-        folder,
-        train={"num_steps": STEPS},
-        watchdog={"hang_s": 600},
-        distributed={"timeout_s": 300},
-    )
+    config = write_config(folder, train={"num_steps": STEPS}, watchdog={"hang_s": 600}, distributed={"timeout_s": 300})
     train(config, folder / "run")
     return folder
 

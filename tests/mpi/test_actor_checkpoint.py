@@ -96,9 +96,7 @@ def two_ranks(place: Path) -> list[dict[str, Any]]:
     )
 
 
-def test_megatrons_own_form_of_the_distributed_optimizer_is_read_bit_for_bit(
-    two_ranks: list[dict[str, Any]],
-) -> None:
+def test_megatrons_own_form_of_the_distributed_optimizer_is_read_bit_for_bit(two_ranks: list[dict[str, Any]]) -> None:
     loaded = next(r for r in two_ranks if r["case"] == "load")
     assert loaded["same_bits"] and loaded["grad_norm"] == 0.0
 
@@ -121,9 +119,7 @@ def test_experts_resume_bit_for_bit_and_in_other_layouts(two_ranks: list[dict[st
     assert all(loaded["weights"] <= 1e-5 for loaded in (mixed_pp, *others, lora_alone))
 
 
-def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(
-    two_ranks: list[dict[str, Any]],
-) -> None:
+def test_context_parallel_ranks_divide_the_optimizer_and_other_layouts_read_it(two_ranks: list[dict[str, Any]]) -> None:
     same, other = [r for r in two_ranks if r["case"] == "load"][8:10]
     assert same["same_bits"] and same["grad_norm"] == 0.0
     assert other["weights"] <= 1e-5, other

@@ -34,11 +34,7 @@ def test_what_every_rank_finds_is_said_once():
     ("how", "rank", "where"),
     [
         ("hang", "2", "phase rollout, step 3"),
-        (
-            "stop",
-            "0",
-            "an unknown phase, its store does not answer",
-        ),  # its store keeps the phases of all ranks
+        ("stop", "0", "an unknown phase, its store does not answer"),  # its store keeps the phases of all ranks
     ],
 )
 def test_a_rank_that_does_not_arrive_is_named_when_the_collective_times_out(how, rank, where):

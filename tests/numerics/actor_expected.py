@@ -76,13 +76,7 @@ def write_adapter(directory: Path, model: Any, every: list[TrainSequence]) -> di
     out.mkdir()
     stored = {f"base_model.model.{name}": factor.detach() for name, factor in factors.items()}
     save_file(stored, out / "adapter_model.safetensors")
-    said = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "bias": "none",
-        "target_modules": "all-linear",
-    }
+    said = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "bias": "none", "target_modules": "all-linear"}
     (out / "adapter_config.json").write_text(json.dumps(said))
 
     parts = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}

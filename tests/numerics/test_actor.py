@@ -184,13 +184,7 @@ WHOLE_RESPONSES = [("cp2_alone", "qwen3"), ("pp2_cp2_recompute", "qwen3")]
 @once
 def run(ranks: int) -> list[dict[str, Any]]:
     one_rank_results()
-    variants = (
-        (SGD, "sgd"),
-        (ADAM, "adam"),
-        (WHOLE_RESPONSES, "gspo"),
-        (ROUTED, "routed"),
-        (REPLAYED, "replayed"),
-    )
+    variants = ((SGD, "sgd"), (ADAM, "adam"), (WHOLE_RESPONSES, "gspo"), (ROUTED, "routed"), (REPLAYED, "replayed"))
     variants += ((LORA, "lora"),)
     wanted = [(name, kind, variant) for cases, variant in variants for name, kind in cases]
     mine = sorted(case for case in wanted if LAYOUTS[case[0]][0] == ranks)

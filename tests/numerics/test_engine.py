@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from megatron_tlt.types import SamplingParams
-from tests.helpers.engines import (
-    Job,
-    Responses,
-    collect,
-    generate_all,
-    make_engine,
-    random_jobs,
-)
+from tests.helpers.engines import Job, Responses, collect, generate_all, make_engine, random_jobs
 from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 

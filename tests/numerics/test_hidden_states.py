@@ -7,14 +7,7 @@ import torch
 
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample
-from tests.helpers.engines import (
-    OracleDrafter,
-    RandomSelector,
-    attach,
-    generate_all,
-    make_engine,
-    random_jobs,
-)
+from tests.helpers.engines import OracleDrafter, RandomSelector, attach, generate_all, make_engine, random_jobs
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 
 

@@ -10,14 +10,7 @@ import torch
 
 from megatron_tlt.rollout.engine import Engine, GraphBudget
 from megatron_tlt.rollout.scheduler import SchedulerLimits
-from tests.helpers.engines import (
-    OracleDrafter,
-    RandomSelector,
-    attach,
-    generate_all,
-    make_engine,
-    random_jobs,
-)
+from tests.helpers.engines import OracleDrafter, RandomSelector, attach, generate_all, make_engine, random_jobs
 from tests.helpers.stepping import run_out
 from tests.helpers.tiny_models import hf_model, model_config, named_weights
 

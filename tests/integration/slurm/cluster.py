@@ -118,12 +118,7 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         self.home.chmod(0o755)
-        files = {
-            "socket": "munge.sock",
-            "key-file": "munge.key",
-            "pid-file": "munged.pid",
-            "seed-file": "seed",
-        }
+        files = {"socket": "munge.sock", "key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "seed"}
         words = [f"--{name}={run / file}" for name, file in files.items()]
         self.run("munged", "--force", "--num-threads=2", f"--log-file={self.home}/log/munged.log", *words)
         conf = self.env["SLURM_CONF"]  # absolute: the daemons change their directory

@@ -132,11 +132,7 @@ def test_convert_runs_on_the_ranks(scenes):
 
 def test_a_chain_of_jobs_goes_on_whatever_the_exit_code(scenes):
     scene, end = ended(scenes, "chained")
-    assert (scene.first["JobState"], scene.first["ExitCode"], scene.first["Restarts"]) == (
-        "FAILED",
-        "75:0",
-        "0",
-    )
+    assert (scene.first["JobState"], scene.first["ExitCode"], scene.first["Restarts"]) == ("FAILED", "75:0", "0")
     assert end == ("COMPLETED", "0:0", "0")
     assert scene.facts["StartTime"] >= scene.first["EndTime"]
 

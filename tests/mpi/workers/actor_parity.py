@@ -185,11 +185,7 @@ def guards(world: World, root: Path) -> None:
     out = policy.train_step(train_batch([sequences(4)], [1.0]))
     untouched = all(torch.equal(t, before[n]) for n, t in policy.named_weights())
     tight = make_policy(
-        world,
-        root / "qwen2",
-        SGD.model_copy(update={"clip_grad": 1e-3, "weight_decay": 0.0}),
-        WeightedNll(),
-        False,
+        world, root / "qwen2", SGD.model_copy(update={"clip_grad": 1e-3, "weight_decay": 0.0}), WeightedNll(), False
     )
     clipped = tight.train_step(train_batch([sequences(4)], [50.0])).metrics
     norm = math.sqrt(sum(float(g.double().pow(2).sum()) for _, g in named_gradients(tight)))

@@ -30,13 +30,7 @@ from tests.mpi.workers.actor_scenario import make_policy
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.moe import moe_utils
 
-_AS_OPERATOR = {
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::equal",
-    "aten::is_nonzero",
-}
+_AS_OPERATOR = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 _AS_METHOD = {Tensor.tolist, Tensor.cpu, Tensor.numpy}
 
 

@@ -26,14 +26,7 @@ from megatron_tlt.rollout.graph_capture import Captured, EagerCapturer, StaticSt
 from megatron_tlt.rollout.graph_pool import GraphPool, PoolSizes
 from megatron_tlt.rollout.hidden_states import HiddenStateCollector
 from megatron_tlt.types import HiddenStateSample, SamplingParams
-from tests.helpers.engines import (
-    Responses,
-    generate_all,
-    make_engine,
-    random_jobs,
-    small_config,
-    speculating_engine,
-)
+from tests.helpers.engines import Responses, generate_all, make_engine, random_jobs, small_config, speculating_engine
 from tests.helpers.fake_decoder import FakeTurns, run_turns
 from tests.helpers.tiny_models import random_weights, read_hidden_states
 

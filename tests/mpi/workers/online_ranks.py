@@ -25,11 +25,7 @@ def merge(world: World) -> None:
     t = online_trainer(first_prompt=100 * world.rank, world=world)
     version, rate_steps = 0, 0
     everyone = range(world.size)
-    windows = [
-        [2 * r + 1 for r in everyone],
-        [3 * (r % 2) for r in everyone],
-        [5 * (r == 0) for r in everyone],
-    ]
+    windows = [[2 * r + 1 for r in everyone], [3 * (r % 2) for r in everyone], [5 * (r == 0) for r in everyone]]
     for steps in [*windows, [0] * world.size, windows[0]]:
         for _ in range(steps[world.rank]):
             t.train_step()

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_tlt.actor.microbatch import (
-    RowLayout,
-    filler,
-    pack_micro_batches,
-    recorded_routed_experts,
-    with_routing,
-)
+from megatron_tlt.actor.microbatch import RowLayout, filler, pack_micro_batches, recorded_routed_experts, with_routing
 from megatron_tlt.actor.routing import Router
 from tests.mpi.workers.actor_common import sequences, with_routed_experts
 

@@ -24,14 +24,7 @@ from megatron_tlt.drafters.eagle.model import EagleModel
 from megatron_tlt.errors import ConfigError, SyncError
 from megatron_tlt.models.hf.writer import save_hf
 from megatron_tlt.trainer.models import push_policy
-from megatron_tlt.types import (
-    GenerateCall,
-    HiddenStateSample,
-    PastResponse,
-    Prompt,
-    SamplingParams,
-    WeightBucket,
-)
+from megatron_tlt.types import GenerateCall, HiddenStateSample, PastResponse, Prompt, SamplingParams, WeightBucket
 from tests.helpers.fake_decoder import CharTokenizer, fake_backend
 from tests.helpers.tiny_models import TINY, random_weights
 

@@ -101,8 +101,7 @@ def test_a_checkpoint_is_put_back_whose_step_was_killed_while_it_was_saved_again
 
 
 @pytest.mark.parametrize(
-    ("given", "removed"),
-    [("auto", None), ("never", "2, 4, 6"), ("step-000002", "4, 6"), ("step-000006", None)],
+    ("given", "removed"), [("auto", None), ("never", "2, 4, 6"), ("step-000002", "4, 6"), ("step-000006", None)]
 )
 def test_checkpoints_that_a_start_from_an_earlier_step_removes_are_named_before(tmp_path, given, removed):
     for step in (2, 4, 6):

@@ -20,12 +20,7 @@ def test_a_simulation_is_printed_and_written(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Mean steps" in said and str(out) in said
     document = json.loads(out.read_text())
-    assert [(p["nodes"], p["mode"]) for p in document["points"]] == [
-        (1, "off"),
-        (1, "tlt"),
-        (2, "off"),
-        (2, "tlt"),
-    ]
+    assert [(p["nodes"], p["mode"]) for p in document["points"]] == [(1, "off"), (1, "tlt"), (2, "off"), (2, "tlt")]
     assert page.stat().st_size > 3000
 
 

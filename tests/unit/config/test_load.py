@@ -27,13 +27,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def test_overrides_are_typed_as_in_yaml():
     config = build_config(
-        BASE,
-        [
-            "optimizer.lr=1e-6",
-            "actor.distributed_optimizer=on",
-            "rollout.stop=[a, 'b c']",
-            "eval.max_tokens=null",
-        ],
+        BASE, ["optimizer.lr=1e-6", "actor.distributed_optimizer=on", "rollout.stop=[a, 'b c']", "eval.max_tokens=null"]
     )
     assert config.optimizer.lr == 1e-6
     assert config.actor.distributed_optimizer == "on"
@@ -181,13 +175,7 @@ def test_an_unknown_key_is_named_with_the_last_file_that_it_stands_in(tmp_path):
 
 def test_all_problems_come_at_once():
     found = problems(
-        {},
-        "actor.tp=0",
-        "optimizer.lr=.nan",
-        "train.num_stepz=1",
-        "nonsense",
-        "train.seed.x=1",
-        "train.seed=1",
+        {}, "actor.tp=0", "optimizer.lr=.nan", "train.num_stepz=1", "nonsense", "train.seed.x=1", "train.seed=1"
     )
     assert set(found) >= {"model", "actor.tp", "optimizer.lr", "train.num_stepz", "override"}
     assert found["model"] == "is required: mapping; `defaults: [configs/quickstart.yaml]` brings all settings"

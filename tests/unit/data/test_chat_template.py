@@ -13,15 +13,7 @@ from megatron_tlt.data.chat import as_messages
 from megatron_tlt.data.chat_template import TemplateSettings
 from megatron_tlt.data.tokenizer import HFTokenizer
 from megatron_tlt.errors import CheckpointError, DataError
-from tests.helpers.chat_models import (
-    GPT_OSS,
-    LLAMA3_2,
-    PARTS_ONLY,
-    PARTS_TOO,
-    QWEN2_5,
-    QWEN3,
-    chat_model,
-)
+from tests.helpers.chat_models import GPT_OSS, LLAMA3_2, PARTS_ONLY, PARTS_TOO, QWEN2_5, QWEN3, chat_model
 
 SYSTEM, USER = {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "One <&> 'two'?"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": "ü", "b": 1}}}

@@ -214,12 +214,7 @@ def test_an_item_that_cannot_be_drawn_is_dropped(caplog: pytest.LogCaptureFixtur
 def test_resuming_on_other_data_is_refused(ten: PromptSourceConfig, tmp_path: Path) -> None:
     state = stream(ten).state_dict()
     other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": "q", "answer": 1}])
-    for changed in (
-        other,
-        ten.model_copy(update={"shuffle": False}),
-        ten.model_copy(update={"seed": 9}),
-        TASKS,
-    ):
+    for changed in (other, ten.model_copy(update={"shuffle": False}), ten.model_copy(update={"seed": 9}), TASKS):
         with pytest.raises(DataError, match=r"(?s)belongs to other prompts.*ten\.jsonl.*train\.run_dir"):
             stream(changed).load_state_dict(state)
     with pytest.raises(DataError):
@@ -392,10 +387,7 @@ def test_a_table_with_images_is_refused_by_their_column(tmp_path: Path, kind: An
 BAD_LINES = [
     ('{"prompt": "a"}\n{broken\n', r"bad\.jsonl:2: not a JSON object"),
     ('{"prompt": "a"}\n\n[1]\n', r"bad\.jsonl:3: expected a JSON object, found list"),
-    (
-        '{"prompt": "a"}\n{"promt": "b"}\n',
-        r"bad\.jsonl:2: no field 'prompt'; there are 'promt'$",
-    ),
+    ('{"prompt": "a"}\n{"promt": "b"}\n', r"bad\.jsonl:2: no field 'prompt'; there are 'promt'$"),
     ('{"prompt": [1]}\n', r"bad\.jsonl:1: field 'prompt': message 0 must have a role \(system, user"),
     ('{"prompt": [{"role": "user", "content": [1]}]}\n', r"message 0 has a part of type .int. in content: only"),
     ('{"prompt": [{"role": "system", "content": "a"}]}\n', r"field 'prompt': no message of a user"),

@@ -108,11 +108,7 @@ def test_turns_of_many_trajectories_go_to_their_own_environments() -> None:
 def test_a_trajectory_whose_reset_is_not_that_of_its_prompt_fails(row: str) -> None:
     prompts = [replace(prompt, text=row) for prompt in PROMPTS]
     for name, longest, failure in (
-        (
-            "Counts",
-            None,
-            "the prompt has the opening '0', reset now returned '3'",
-        ),
+        ("Counts", None, "the prompt has the opening '0', reset now returned '3'"),
         ("Act", 2, None),
     ):
         with closing(EnvironmentPool(EnvSection(path=f"{USER}:{name}"), longest_opening=longest)) as pool:

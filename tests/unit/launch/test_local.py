@@ -199,13 +199,7 @@ def test_setup_clears_only_what_it_has_made(tmp_path, found, code, kept):
 
 
 @pytest.mark.parametrize(
-    ("limit", "hours"),
-    [
-        ("30:00", "0.5"),
-        ("4:00:00", "4"),
-        ("1-06:30", "30.5"),
-        ("UNLIMITED", ""),
-    ],
+    ("limit", "hours"), [("30:00", "0.5"), ("4:00:00", "4"), ("1-06:30", "30.5"), ("UNLIMITED", "")]
 )
 def test_time_limits_are_read_in_all_of_slurms_forms(limit, hours):
     script = f'source "{ROOT}/slurm/common.sh"; hours_of "$1"'

@@ -63,13 +63,3 @@ def test_the_step_of_a_line_is_known_without_parsing_it(tmp_path):
 def test_rows_take_what_json_lacks():
     row = {"nan": float("nan"), "inf": [float("inf"), 1.5], "path": Path("a"), "tuple": (1, None)}
     assert to_line(row) == '{"nan":null,"inf":[null,1.5],"path":"a","tuple":[1,null]}\n'
-
-
-def test_events_of_a_rank_that_is_no_more_lose_later_steps_of_every_start(tmp_path):
-    for steps in (range(4), range(1, 3)):  # the second start continues after one step
-        with closing(EventLog(tmp_path, 1)) as log:
-            for step in steps:
-                log.instant("done", step)
-    with closing(EventLog(tmp_path, 0)) as log:
-        log.start(2, num_ranks=1)
-    assert [e["step"] for e in read_events(tmp_path, 1)] == [None, 0, 1, None, 1]

@@ -356,10 +356,7 @@ def test_equality_names_the_first_step_that_differs():
     other = [dict(row) for row in rows]
     assert equality(rows, other) == (True, "Same responses and rewards in all 5 common steps.")
     other[3]["rewards"] = "x"
-    assert equality(rows, other) == (
-        False,
-        "Same responses in all 5 common steps, but other rewards from step 4 on.",
-    )
+    assert equality(rows, other) == (False, "Same responses in all 5 common steps, but other rewards from step 4 on.")
     other[2]["responses"] = "x"
     said = "Not the same responses: they differ from step 3 on (of all 4 common steps)."
     assert equality(rows, other[1:]) == (False, said)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_tlt.observe.rollouts import (
-    digests,
-    rank_row,
-    step_row,
-)
+from megatron_tlt.observe.rollouts import digests, rank_row, step_row
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, SampleGroup, SpeculationStats
 
 
@@ -21,11 +17,7 @@ def group(prompt_id: int, responses: list[list[int]], rewards: list[float]) -> S
 def some_groups(count: int = 6) -> list[SampleGroup]:
     draw = random.Random(4)
     return [
-        group(
-            i,
-            [[draw.randrange(99) for _ in range(draw.randrange(1, 90))] for _ in range(3)],
-            [0.0, 1.0, 0.25],
-        )
+        group(i, [[draw.randrange(99) for _ in range(draw.randrange(1, 90))] for _ in range(3)], [0.0, 1.0, 0.25])
         for i in range(count)
     ]
 

@@ -12,13 +12,7 @@ import torch
 from megatron_tlt.backends.embedded import EmbeddedBackend
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning.engine import row_bytes
-from megatron_tlt.config.planning.graphs import (
-    batch_buckets,
-    captured_shapes,
-    graph_rows,
-    least_graph_bytes,
-    round_up,
-)
+from megatron_tlt.config.planning.graphs import batch_buckets, captured_shapes, graph_rows, least_graph_bytes, round_up
 from megatron_tlt.distributed import world
 from megatron_tlt.errors import BackendError
 from megatron_tlt.models.decoders import base

@@ -62,10 +62,7 @@ def check(engine: Engine, jobs: list[Job], samples: list[HiddenStateSample]) -> 
         assert trajectory.given == request.given
         assert trajectory.logprobs.tolist() == np.float32(request.logprobs).tolist()
         assert (trajectory.response_start, sample.key) == (len(request.prompt), request.key)
-        assert sample.hidden.dtype == decoder.dtype and sample.hidden.shape == (
-            len(text) - 1,
-            CONFIG.hidden_size,
-        )
+        assert sample.hidden.dtype == decoder.dtype and sample.hidden.shape == (len(text) - 1, CONFIG.hidden_size)
         torch.testing.assert_close(sample.hidden, want[:-1], atol=1e-5, rtol=1e-5)
     return sum(len(c.hidden) for c in samples)
 

@@ -79,12 +79,7 @@ def test_given_tokens_continue_a_response(jobs: list[Job], reference: Responses,
         tokens = np.array(prompt + output[:count], np.int32)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {0})
         request = Request(
-            tokens[: len(prompt)],
-            params,
-            prompt_id,
-            index,
-            order=100 * prompt_id + index,
-            stop_token_ids=stops,
+            tokens[: len(prompt)], params, prompt_id, index, order=100 * prompt_id + index, stop_token_ids=stops
         )
         request.output, request.logprobs, request.given = output[:count], [0.0] * count, ((0, count),)
         engine.scheduler.add(Prefill(tokens, [request]))

@@ -20,11 +20,7 @@ def test_the_cost_model_is_never_much_slower_than_plain_decoding():
     assert (np.diff(table.requests) > 0).all()
 
 
-EAGLE = (
-    "rollout.speculation.drafter=eagle",
-    "rollout.speculation.selector=fixed",
-    "rollout.speculation.draft_len=8",
-)
+EAGLE = ("rollout.speculation.drafter=eagle", "rollout.speculation.selector=fixed", "rollout.speculation.draft_len=8")
 
 
 def test_a_step_without_room_for_whole_drafts_says_how_long_they_could_be():

@@ -17,10 +17,7 @@ def test_what_cannot_be_is_refused():
 def test_truncated_responses_are_reported(tmp_path):
     path = tmp_path / "l.txt"
     path.write_text("100\n" * 3 + "9000\n")
-    empirical = (
-        f"workload.lengths.path={path}",
-        "workload.lengths.median=1",
-    )
+    empirical = (f"workload.lengths.path={path}", "workload.lengths.median=1")
     said = assumptions(sim_config(*empirical, "rollout.max_tokens=8000"))[0]
     cut, count = (int(part) for part in re.findall(r"(\d+) of the (\d+) simulated are cut", said)[0])
     assert str(path) in said and said.endswith("rollout.max_tokens, 8000") and count == 256

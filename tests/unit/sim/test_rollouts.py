@@ -69,9 +69,7 @@ def test_a_replica_with_room_pulls_the_next_prompt():
     found = {}
     for schedule in ("pull", "static"):
         config = sim_config(
-            "rollout.speculation.drafter=none",
-            "rollout.max_running_requests=2",
-            f"rollout.schedule={schedule}",
+            "rollout.speculation.drafter=none", "rollout.max_running_requests=2", f"rollout.schedule={schedule}"
         )
         costs = build_costs(config)
         found[schedule] = Rollouts(config, costs, 2).run(lengths, Decider(config, costs, 2).table(0.0))

@@ -342,8 +342,7 @@ def test_a_node_with_fewer_cpus_than_the_first_sets_those_of_a_task():
 
 
 @pytest.mark.parametrize(
-    ("srun", "noted", "code"),
-    [(137, "2", "2"), (0, "75", "75"), (0, "0", "0"), (1, "", "1"), (137, "0", "137")],
+    ("srun", "noted", "code"), [(137, "2", "2"), (0, "75", "75"), (0, "0", "0"), (1, "", "1"), (137, "0", "137")]
 )
 def test_the_exit_code_is_what_the_ranks_noted(srun, noted, code):
     assert in_common(f"exit_code {srun} '{noted}'") == code

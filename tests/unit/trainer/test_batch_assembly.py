@@ -17,12 +17,7 @@ from megatron_tlt.distributed.together import SingleProcess
 from megatron_tlt.observe.rollouts import rank_row
 from megatron_tlt.rollout.speculation.history import ResponseHistory
 from megatron_tlt.trainer import batch_assembly
-from megatron_tlt.trainer.batch_assembly import (
-    BatchAssembler,
-    group_samples,
-    place,
-    share_responses,
-)
+from megatron_tlt.trainer.batch_assembly import BatchAssembler, group_samples, place, share_responses
 from megatron_tlt.types import EngineStats, Prompt, RewardResult, Sample, Trajectory
 
 
@@ -124,10 +119,7 @@ def test_responses_without_a_gradient_are_counted_and_not_trained_on(name):
     is_whole_batch = name in ("reinforce_pp", "distill")  # the batch as baseline; the teacher
     expected = [[10] * 3 + [11] * 3, [12] * 3 + [13] * 3] if is_whole_batch else [[11] * 3, [12] * 3]
     assert trained == expected
-    assert batch.denominators == [
-        algorithm.divisor(lengths[:2].ravel()),
-        algorithm.divisor(lengths[2:].ravel()),
-    ]
+    assert batch.denominators == [algorithm.divisor(lengths[:2].ravel()), algorithm.divisor(lengths[2:].ravel())]
     skipped = 0 if is_whole_batch else lengths[[0, 3]].sum()
     assert table.metrics()["update/skipped_tokens"] == skipped
     assert table.metrics()["update/skipped_share"] == pytest.approx(skipped / lengths.sum())

@@ -70,10 +70,7 @@ class Evaluations:
 
 
 def evaluate(
-    draft_bytes: int,
-    size: int = 1,
-    section: EvalSection | None = None,
-    has_turns: bool = False,
+    draft_bytes: int, size: int = 1, section: EvalSection | None = None, has_turns: bool = False
 ) -> list[Evaluations]:
     """Evaluations of every rank."""
     counters = [count(1) for _ in POLICIES]

@@ -11,11 +11,7 @@ from megatron_tlt.types import EngineStats, Prompt, Sample
 
 
 def part() -> PreRoller:
-    queues = SimpleNamespace(
-        num_replicas=1,
-        world=SingleProcess(),
-        open_shared=lambda: None,
-    )
+    queues = SimpleNamespace(num_replicas=1, world=SingleProcess(), open_shared=lambda: None)
     unused = dict.fromkeys(("stream", "backend", "params"))
     return PreRoller(**unused, queues=queues, num_samples=1, num_prompts=1, last_step=9, max_bytes=1000)  # type: ignore[arg-type]
 

@@ -19,14 +19,7 @@ from megatron_tlt.errors import RewardError, UnjudgedError
 from megatron_tlt.idle.policy import tokens_left
 from megatron_tlt.trainer.carry_over import CarriedGroups
 from megatron_tlt.trainer.sampling import GroupSampler
-from megatron_tlt.types import (
-    GenerateCall,
-    PastResponse,
-    Prompt,
-    RewardResult,
-    Sample,
-    SampleGroup,
-)
+from megatron_tlt.types import GenerateCall, PastResponse, Prompt, RewardResult, Sample, SampleGroup
 
 PROMPTS = [Prompt(i, f"q{i}", (1, 2), "?") for i in range(6)]
 

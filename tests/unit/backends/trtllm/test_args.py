@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_tlt.backends.trtllm.args import (
-    Eagle3Files,
-    build_llm_kwargs,
-    build_sampling_params,
-    build_spec_config,
-)
+from megatron_tlt.backends.trtllm.args import Eagle3Files, build_llm_kwargs, build_sampling_params, build_spec_config
 from megatron_tlt.backends.trtllm.server import CLASS
 from megatron_tlt.config.engine_process import TrtllmSection
 from megatron_tlt.config.model import ModelSection

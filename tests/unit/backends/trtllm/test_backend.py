@@ -16,13 +16,7 @@ from megatron_tlt.backends.trtllm.server import new_totals
 from megatron_tlt.errors import BackendError, SyncError
 from megatron_tlt.sync.buckets import checksum
 from megatron_tlt.types import GenerateCall, Prompt, SamplingParams
-from tests.helpers.trtllm_engines import (
-    DRAFTER,
-    PROMPTS,
-    push,
-    start_backend,
-    tensors,
-)
+from tests.helpers.trtllm_engines import DRAFTER, PROMPTS, push, start_backend, tensors
 from tests.helpers.trtllm_toy import ENDLESS, REFUSED
 
 PARAMS = SamplingParams(max_tokens=12)

@@ -132,9 +132,7 @@ def test_the_engine_sees_the_ranks_gpu(
     )
 
 
-def test_a_uuid_becomes_an_index_for_the_engine_takes_names_for_integers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_uuid_becomes_an_index_for_the_engine_takes_names_for_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     uuids = ["GPU-00aa-1", "GPU-00bb-2", "GPU-00ba-3"]
     nvml = types.SimpleNamespace(
         NVMLError=RuntimeError,

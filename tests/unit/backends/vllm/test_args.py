@@ -23,11 +23,7 @@ from benchmarks.gpu.result import Result
 from megatron_tlt.backends.options import EngineOptions
 from megatron_tlt.backends.process import EngineProcess
 from megatron_tlt.backends.serving import line_of
-from megatron_tlt.backends.vllm.args import (
-    engine_args,
-    request_args,
-    speculative_config,
-)
+from megatron_tlt.backends.vllm.args import engine_args, request_args, speculative_config
 from megatron_tlt.backends.vllm.build import _arguments
 from megatron_tlt.backends.vllm.build import build_backend as build_vllm
 from megatron_tlt.backends.vllm.launch import setup_hint, vllm_launch
@@ -196,11 +192,7 @@ def test_a_drafter_is_written_as_vllm_or_the_plugin_reads_it() -> None:
             {"layers.0.mlp.up_proj.weight", "layers.0.self_attn.q_norm.weight"},
         ),
         (EagleConfig.of(qwen2), "LlamaForCausalLM", {"layers.0.self_attn.q_proj.bias"}),
-        (
-            Eagle3Config.of(policy),
-            "LlamaForCausalLMEagle3",
-            {"midlayer.hidden_norm.weight", "lm_head.weight"},
-        ),
+        (Eagle3Config.of(policy), "LlamaForCausalLMEagle3", {"midlayer.hidden_norm.weight", "lm_head.weight"}),
     ):
         files = KINDS[config.kind].vllm_files(config, random_drafter(config), torch.bfloat16)
         about, tensors = files.json["config.json"], files.tensors["model.safetensors"]

@@ -101,14 +101,7 @@ def test_an_engine_without_the_requests_that_wait_ends_the_rollout() -> None:
     response, beat = process.next_response, {"type": "beat", "lengths": [], "in_flight": 0}
     process.failure = BackendError  # type: ignore[attr-defined]
     old = [{**beat, "last_request": 1}] * 3
-    seen: list[Any] = [
-        *old,
-        {**beat, "last_request": 2},
-        response,
-        {**beat, "last_request": 3},
-        response,
-        response,
-    ]
+    seen: list[Any] = [*old, {**beat, "last_request": 2}, response, {**beat, "last_request": 3}, response, response]
     last: list[Any] = [*old, *[{**beat, "last_request": 6}] * 2]
 
     def play(messages: list[Any], num_samples: int) -> None:

@@ -63,12 +63,7 @@ def test_the_digest_is_the_weights_and_not_the_layout(place):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "counts"),
-    [
-        ("hf", "mg", (35, 0, 0)),
-        ("mg", "other", (34, 0, 1)),
-        ("hf", "bf16", (0, 0, 35)),
-    ],
+    ("a", "b", "counts"), [("hf", "mg", (35, 0, 0)), ("mg", "other", (34, 0, 1)), ("hf", "bf16", (0, 0, 35))]
 )
 def test_checkpoints_of_any_kind_are_compared(place, a, b, counts):
     one, two = open_checkpoint(place / a), open_checkpoint(place / b)

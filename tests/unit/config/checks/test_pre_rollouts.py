@@ -4,11 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_tlt.config.checks.pre_rollouts import (
-    check_pre_rollouts,
-    why_no_eval_drafts,
-    why_no_pre_rollouts,
-)
+from megatron_tlt.config.checks.pre_rollouts import check_pre_rollouts, why_no_eval_drafts, why_no_pre_rollouts
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.root import Config
 

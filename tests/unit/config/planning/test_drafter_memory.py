@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_tlt.config.block_drafters import BlockShape
 from megatron_tlt.config.load import build_config
 from megatron_tlt.config.planning import drafter as plan
-from megatron_tlt.config.planning.parameters import drafter_parameters
 from megatron_tlt.drafters.checkpoint import drafter_shape
 from megatron_tlt.drafters.dspark.config import BlockConfig
 from megatron_tlt.drafters.model import DraftBatch
@@ -108,14 +107,3 @@ def test_the_plan_is_what_a_trainer_allocates(name: str, kind: str, tmp_path: Pa
         mean = state.mean()
         assert len(mean) == len(list(model.parameters()))
         assert memory.live - left == pytest.approx(parts["drafter weight sync"], rel=0.05)
-
-
-def test_a_drafter_s_directory_says_how_many_tokens_it_drafts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"draft_vocab_size": 32000}')
-    speculation = {"drafter": "eagle3", "drafter_path": str(tmp_path)}
-    found, given = (
-        build_config({"model": {"path": "m"}, "rollout": {"speculation": section}})
-        for section in (speculation, {"drafter": "eagle3", "draft_vocab_size": 32000})
-    )
-    shape = MODELS["7b"][0]
-    assert drafter_parameters(found, shape) == drafter_parameters(given, shape)

@@ -10,12 +10,7 @@ from megatron_tlt.config.planning import engine
 from megatron_tlt.config.planning.activations import activation_bytes
 from megatron_tlt.config.planning.graphs import least_graph_bytes
 from megatron_tlt.config.planning.memory import KV, PHASES, estimate_memory
-from megatron_tlt.config.planning.parameters import (
-    GIB,
-    active_parameters,
-    kv_bytes_per_token,
-    total_parameters,
-)
+from megatron_tlt.config.planning.parameters import GIB, active_parameters, kv_bytes_per_token, total_parameters
 from megatron_tlt.config.planning.policy import micro_batch_tokens
 from megatron_tlt.config.planning.report import render_check
 from megatron_tlt.config.root import Config, SftConfig
@@ -56,12 +51,7 @@ def config_of(*overrides: str):
 def test_training_state_costs_18_bytes_a_parameter_and_6_when_sharded():
     shape = shape_of("qwen2.5-7b")
     count = total_parameters(shape)
-    for device, ranks, expected in (
-        ("cpu", 1, 18),
-        ("cuda", 1, 18),
-        ("cuda", 1000, 6.012),
-        ("cpu", 1000, 18),
-    ):
+    for device, ranks, expected in (("cpu", 1, 18), ("cuda", 1, 18), ("cuda", 1000, 6.012), ("cpu", 1000, 18)):
         (stage,) = estimate_memory(config_of(), shape, ranks, device)
         state = sum(stage.parts[name] for name in ("weights", "gradients", "optimizer"))
         assert state / count == pytest.approx(expected, rel=1e-3)
@@ -158,11 +148,7 @@ def test_drafters_are_counted():
         }.items()
     }
     weights = 2 * 3584**2 + 2 * (28 + 4) * 128 * 3584 + 3 * 3584 * 18944 + 2 * 3584
-    assert {name: m.parts["drafter"] for name, m in found.items()} == {
-        "none": 0,
-        "suffix": 0,
-        "eagle": 2 * weights,
-    }
+    assert {name: m.parts["drafter"] for name, m in found.items()} == {"none": 0, "suffix": 0, "eagle": 2 * weights}
     assert found["suffix"].host["suffix drafter"] == 200 * 2**20  # the host's memory, not the device's
 
 

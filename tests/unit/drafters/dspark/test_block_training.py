@@ -261,8 +261,7 @@ FORMS = [
 def test_an_overfitted_drafter_matches_at_every_slot_in_every_form(tmp_path: Path, form: str, name: str) -> None:
     saved = load_drafter(published(tmp_path / form, form, name), POLICY, WANTED)
     same = replace(
-        saved.config.layer,
-        **{n: getattr(CONFIGS[name].layer, n) for n in ("eos_token_ids", "tie_word_embeddings")},
+        saved.config.layer, **{n: getattr(CONFIGS[name].layer, n) for n in ("eos_token_ids", "tie_word_embeddings")}
     )
     assert replace(saved.config, layer=same) == CONFIGS[name]
     sample = text(CONFIGS[name])
@@ -386,11 +385,7 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, entries: dict, says: st
     ("engine", "more", "says"),
     [
         ("trtllm", {}, "TensorRT-LLM has no drafter of kind dspark"),
-        (
-            "vllm",
-            {"markov_rank": 0},
-            "vLLM has no block drafter without a Markov head that drafts from the anchor",
-        ),
+        ("vllm", {"markov_rank": 0}, "vLLM has no block drafter without a Markov head that drafts from the anchor"),
         ("sglang", {"layer": DEEP["llama"]}, "SGLang runs block drafters with layers of Qwen3's form only"),
     ],
 )

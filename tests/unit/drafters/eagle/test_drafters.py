@@ -279,11 +279,7 @@ def test_weights_are_checked_and_replaced_and_a_push_to_the_policy_shows_at_once
     policy = build_decoder(config, kernels=kernels)
     eagle, weights = KINDS["eagle"].build_decoder(policy, EagleConfig.of(config)), eagle_weights(config, seed=4)
     rows = rows_of(eagle, [20])
-    for wrong in (
-        weights[1:],
-        [*weights, ("lm_head.weight", torch.zeros(1))],
-        [("fc.weight", torch.zeros(1))],
-    ):
+    for wrong in (weights[1:], [*weights, ("lm_head.weight", torch.zeros(1))], [("fc.weight", torch.zeros(1))]):
         with pytest.raises(CheckpointError):
             eagle.load_weights(wrong)
     with pytest.raises(BackendError, match="before its weights"):

@@ -145,11 +145,7 @@ LAYERS_READ = (
             EagleConfig.of(FAMILIES["llama"]),
             r"format = 'trtllm': TensorRT-LLM.* runs EAGLE-3 .*or use --format hf or sglang or vllm$",
         ),
-        (
-            "sglang",
-            EagleConfig.of(FAMILIES["qwen3"]),
-            "format = 'sglang': SGLang has no EAGLE-1 drafter",
-        ),
+        ("sglang", EagleConfig.of(FAMILIES["qwen3"]), "format = 'sglang': SGLang has no EAGLE-1 drafter"),
         ("vllm", EagleConfig.of(FAMILIES["qwen3"]), r"format = 'vllm': vLLM has no EAGLE-1 .*or use --format hf$"),
         ("vllm", Eagle3Config.of(of_experts("mixtral")), LAYERS_READ.format("mixtral")),
         ("vllm", block_config(of_experts("qwen2_moe")), LAYERS_READ.format("qwen2_moe")),

@@ -45,8 +45,7 @@ def test_ranks_wait_without_limit_for_one_that_reads_or_measures_more(monkeypatc
     training: Any = object.__new__(DrafterPretraining)
     training._config = make()
     training._world = world_of(
-        wait_for_all=lambda: calls.append("wait"),
-        all_gather_object=lambda result: calls.append("gather") or [result],
+        wait_for_all=lambda: calls.append("wait"), all_gather_object=lambda result: calls.append("gather") or [result]
     )
     training._backend = SimpleNamespace(read_responses=lambda *_: calls.append("read"))
     training._section, training._params, training._batch_tokens = training._config.drafter, SamplingParams(), 8

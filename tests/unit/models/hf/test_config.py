@@ -89,13 +89,7 @@ def test_families_differ_where_they_should() -> None:
     qwen2 = ModelConfig.from_hf(QWEN2)
     assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.eos_token_ids) == (True, False, 16, (7,))
     qwen3 = ModelConfig.from_hf(
-        {
-            **QWEN2,
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "head_dim": 32,
-            "eos_token_id": [7, 8],
-        }
+        {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "eos_token_id": [7, 8]}
     )
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.eos_token_ids) == (False, True, 32, (7, 8))
 
@@ -135,11 +129,7 @@ def test_families_differ_where_they_should() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window", "128"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "'llama3'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type", "linear"),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
-            "rope_parameters.low_freq_factor",
-            "required",
-        ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters.low_freq_factor", "required"),
         ({"num_hidden_layers": None}, "num_hidden_layers", "positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "divide"),
         ({"head_dim": 15}, "head_dim", "even"),

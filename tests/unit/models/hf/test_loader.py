@@ -38,11 +38,7 @@ def test_saving_again_replaces_shards_and_keeps_the_tokenizer(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     save_hf(tmp_path, CONFIG, random_weights(CONFIG, 0), max_shard_bytes=8000)
     save_hf(tmp_path, CONFIG, random_weights(CONFIG, 1), dtype=torch.bfloat16)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert stored(tmp_path)["model.norm.weight"].dtype == torch.bfloat16
 
 

@@ -8,24 +8,11 @@ import numpy as np
 import pytest
 
 from megatron_tlt.errors import BackendError, ConfigError
-from megatron_tlt.models.decoders.native.suffix_abi import (
-    BAD_HANDLE,
-    BAD_TOKEN,
-    NO_MEMORY,
-    STEPS,
-)
+from megatron_tlt.models.decoders.native.suffix_abi import BAD_HANDLE, BAD_TOKEN, NO_MEMORY, STEPS
 from megatron_tlt.rollout.speculation import suffix
 from megatron_tlt.rollout.speculation.history import ResponseHistory
 from megatron_tlt.types import DraftStrategy, PastResponse, SamplingParams
-from tests.helpers.suffix_tables import (
-    CHAIN,
-    Pool,
-    Table,
-    V,
-    check_against_naive,
-    make_request,
-    repetitive,
-)
+from tests.helpers.suffix_tables import CHAIN, Pool, Table, V, check_against_naive, make_request, repetitive
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -15,14 +15,7 @@ def positions(size: int, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def apply_rotary_pos_emb(
-    t: Tensor,
-    freqs: Tensor,
-    *,
-    tensor_format: str,
-    fused: bool,
-    cu_seqlens: Tensor,
-    cp_size: int,
-    cp_rank: int,
+    t: Tensor, freqs: Tensor, *, tensor_format: str, fused: bool, cu_seqlens: Tensor, cp_size: int, cp_rank: int
 ) -> Tensor:
     """t [T, n, d] rotated by its rows' positions, computed in fp32; freqs [S, 1, 1, d] fp32.
 
