@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ from megatron_tlt.observe.rollouts import ROLLOUTS_FILE, SAMPLES_FILE
 
 CONFIG_FILE = "config.json"
 CHANGES_FILE = "config_changes.jsonl"
-_OF_MEASURE = ("data.eval", "held_out", "eval", "rewards", "code", "env")  # settings of what an evaluation measures
+# Settings of what an evaluation measures, and those of rollouts that it has unless they are its own.
+_OF_MEASURE = ("data.eval", "held_out", "tokenizer", "eval", "rewards", "code", "env", "rollout.stop")
+_UNLESS_OWN = ("max_tokens", "top_k", "top_p", "min_p")
 NOT_IN_STEP = {"step", "log", "eval", "checkpoint"}  # of `time/`: the step itself, and what is in no `time/step`
 _STEP_OF_ROW = re.compile(rb'\{"step":(\d+),')  # how `StepFile` begins a line
 _EVENT = {"ts": int | float, "step": int | None, "kind": str, "name": str}
@@ -181,6 +183,7 @@ def read_run(run_dir: str | Path, with_rollouts: bool = True) -> RunData:
     require_run(run_dir)
     folder = Path(run_dir)
     skipped: SkippedLines = {}
+    config = _object(folder / CONFIG_FILE, skipped) or {}
 
     def rows(name: str) -> list[JsonRow]:
         return list(read_rows(folder / name, skipped, partial(has_fields, fields=_FIELDS[name])))
@@ -192,20 +195,22 @@ def read_run(run_dir: str | Path, with_rollouts: bool = True) -> RunData:
         kind[row["step"]] = row
     return RunData(
         folder,
-        _object(folder / CONFIG_FILE, skipped) or {},
+        config,
         [steps[s] for s in sorted(steps)],
         [evals[s] for s in sorted(evals)],
         rows(ROLLOUTS_FILE) if with_rollouts else [],
         ranks_of(folder),
         skipped,
-        measured_since=max((row["step"] for row in rows(CHANGES_FILE) if _changes_measure(row)), default=-1),
+        measured_since=_measured_since(rows(CHANGES_FILE), config),
     )
 
 
-def _changes_measure(row: JsonRow) -> bool:
-    """Whether a row of `CHANGES_FILE` has a setting of `_OF_MEASURE`; how often is evaluated is none."""
-    fields = row["changed"].keys() - {"eval.every"}
-    return any(f"{name}.".startswith(f"{part}.") for name in fields for part in _OF_MEASURE)
+def _measured_since(changes: Iterable[JsonRow], config: JsonRow) -> int:
+    """`RunData.measured_since` from the rows of `CHANGES_FILE`; how often is evaluated is no measure."""
+    own = config.get("eval") or {}
+    of = [f"{name}." for name in (*_OF_MEASURE, *(f"rollout.{n}" for n in _UNLESS_OWN if own.get(n) is None))]
+    fields = [(row["step"], f"{name}.") for row in changes for name in row["changed"].keys() - {"eval.every"}]
+    return max((step for step, name in fields if name.startswith(tuple(of))), default=-1)
 
 
 def _is_evaluation(row: JsonRow) -> bool:

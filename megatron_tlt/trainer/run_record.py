@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_tlt.actor.base_fingerprint import reference_fingerprint
+from megatron_tlt.actor.checkpoint_files import record_of
 from megatron_tlt.config.root import TrainingConfig
+from megatron_tlt.data.hashing import digest
 from megatron_tlt.data.hub import with_names
+from megatron_tlt.data.tokenizer import TOKENIZER_FILES
 from megatron_tlt.models.hf.peft import is_same_model
 from megatron_tlt.observe.files import write_atomically
 from megatron_tlt.observe.jsonl import StepFile, read_rows
@@ -20,7 +23,7 @@ from megatron_tlt.workers.user_code import code_digest, source_of
 # Sections, and fields of others, that decide what a run learns and how it is measured.
 _LEARNS_FROM = (
     *("model", "data", "env", "rewards", "algorithm", "optimizer", "code", "processor", "reference", "held_out"),
-    *("train.prompts_per_step", "train.seed"),
+    *("tokenizer", "train.prompts_per_step", "train.seed"),
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p"),
     *("rollout.max_tokens", "rollout.carry_over", "rollout.stop", "actor.load_balancing_loss", "actor.router_z_loss"),
     *("actor.router_replay", "actor.lora", "rollout.backend", "rollout.dtype", "eval"),
@@ -39,10 +42,10 @@ def write_config(
 ) -> list[str]:
     """Records a training's configuration in the directory from which it goes on, which is made where it is missing.
 
-    The record has four fields more: the kind of `processor`, and fingerprints, by field: `code`, of the user's rewards
-    and environment, `reference`, of the weights that the policy is compared with, which no checkpoint holds, and
-    `held_out`, of rows. `step`: of the checkpoint that it goes on from, in which there may be a drafter; None: it
-    begins.
+    The record has five fields more: the kind of `processor`, and fingerprints, by field: `code`, of the user's rewards
+    and environment, `reference`, of the weights that the policy is compared with, which no checkpoint holds,
+    `tokenizer`, of its files, and `held_out`, of rows. `step`: of the checkpoint that it goes on from, in which there
+    may be a drafter; None: it begins.
 
     Returns the fields of `_LEARNS_FROM` that the record of its last start has otherwise, of one that goes on, and
     the drafter's where the checkpoint has one; a line of `CHANGES_FILE` has their former and new values. The first
@@ -51,7 +54,7 @@ def write_config(
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     named = with_names(config).model_dump(mode="json")  # a start on other nodes finds the same files
     named |= {"code": _code(named), "reference": reference_fingerprint(config), "processor": processor}
-    named["held_out"] = dict(held_out or {})
+    named |= {"tokenizer": _tokenizer(config), "held_out": dict(held_out or {})}
     before = _last_record([directory, *config.recorded_in])
     found = {f: pair for s in named if s in before for f, pair in _changed(before[s], named[s], s)}
     later = [row for row in read_rows(directory / CHANGES_FILE) if row["step"] > (step or 0)]
@@ -102,7 +105,12 @@ def _remark(field: str, values: tuple[Any, Any]) -> str:
     """
     if field == _ADAPTER or (field == _DRAFTER and None not in values):
         return " (without effect: the weights are the checkpoint's)"
-    remarks = {"reference": "other weights", "held_out": "other rows", "code": "or a .py file beside it"}
+    remarks = {
+        "reference": "other weights",
+        "tokenizer": "other files",
+        "held_out": "other rows",
+        "code": "or a .py file beside it",
+    }
     remark = remarks.get(field.partition(".")[0])
     return f" ({remark})" if remark else ""
 
@@ -121,6 +129,15 @@ def _changed(before: Any, now: Any, field: str) -> list[tuple[str, tuple[Any, An
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return [f for i, pair in enumerate(zip(before, now)) for f in _changed(*pair, f"{field}.{i}")]
     return [] if before == now else [(field, (before, now))]
+
+
+def _tokenizer(config: TrainingConfig) -> dict[str, str]:
+    """Fingerprint of the tokenizer's files, its chat templates among them, by the field that names them."""
+    field, directory = "model.tokenizer" if config.model.tokenizer else "model.path", Path(config.model.tokenizer_path)
+    files = sorted(path for pattern in TOKENIZER_FILES for path in directory.glob(pattern))
+    files += [path for folder in files if folder.is_dir() for path in sorted(folder.iterdir())]
+    found = {path.relative_to(directory): record_of(path).sha256 for path in files if path.is_file()}
+    return {field: digest(*found.items())} if found else {}
 
 
 def _code(named: dict[str, Any]) -> dict[str, str]:

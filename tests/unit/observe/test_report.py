@@ -274,6 +274,10 @@ def test_evaluations_after_the_same_steps_are_compared(tmp_path):
     [
         ("rewards.functions.0.threshold", True),
         ("held_out.data.eval", True),
+        ("tokenizer.model.path", True),
+        ("rollout.top_p", True),
+        ("rollout.max_tokens", False),  # `eval.max_tokens` is set
+        ("rollout.temperature", False),
         ("eval.every", False),
         ("optimizer.lr", False),
     ],
@@ -281,6 +285,8 @@ def test_evaluations_after_the_same_steps_are_compared(tmp_path):
 def test_evaluations_that_measure_otherwise_are_no_rise(tmp_path, changed, is_other):
     folder = write_run(tmp_path / "r")
     (folder / "config_changes.jsonl").write_text(to_line({"step": 3, "changed": {changed: [1, 2]}}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eval": {"max_tokens": 9, "top_p": None}}))
     run = read_run(folder)
     run.evals = [{"step": step, "eval/pass@1": step / 10, "eval/stderr": 0.02} for step in (0, 3, 6, 9)]
     (note,) = [stat.note for stat in run_page(run).stats if stat.label == "held-out accuracy"]

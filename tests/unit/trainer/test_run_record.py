@@ -141,6 +141,17 @@ def test_weights_of_a_reference_that_were_written_anew_are_named(
         assert start(tmp_path, *options) == ([] if expected is None else [expected])
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"])
+@pytest.mark.parametrize("field", ["model.path", "model.tokenizer"])
+def test_files_of_the_tokenizer_that_were_edited_are_named(tmp_path: Path, name: str, field: str) -> None:
+    file = tmp_path / "model" / name
+    file.parent.mkdir(parents=True)
+    options = [f"{field}={tmp_path / 'model'}"]
+    for text, expected in (("a", []), ("a", []), ("b", [f"tokenizer.{field} (other files)"])):
+        file.write_text(text)
+        assert start(tmp_path / "run", *options) == expected
+
+
 CACHE = "/cache/models--Qwen--Qwen2.5-7B/snapshots/" + 40 * "0"
 
 
