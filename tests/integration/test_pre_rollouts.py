@@ -33,7 +33,8 @@ KINDS = {
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: row[k] for k in row if k.startswith(("step", "eval/"))} for row in found if "eval/reward" in row]
+    kept = [[name for name in row if name.startswith(("step", "eval/")) and name != "eval/seconds"] for row in found]
+    return [{name: row[name] for name in names} for row, names in zip(found, kept, strict=True) if len(names) > 1]
 
 
 @pytest.fixture(scope="module")
